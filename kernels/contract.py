@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
@@ -44,6 +44,7 @@ __all__ = [
     "SlackRows",
     "WindowForm",
     "beyond_grid",
+    "protocol_of",
     "shape_fields",
     "why_unsupported",
     "window_of",
@@ -221,7 +222,9 @@ class Built(Protocol):
 class Kernel(Protocol):
     """A subject under test.
 
-    It may have a member `process`, a `ProcessSetup`: what each process needs before its first launch.
+    It may have a member `process`, a `ProcessSetup`: what each process needs before its first launch. And a member `proof`, a
+    line of text: what has been shown of it where the hardware it is made for was not at hand. And a method
+    `protocol(problem, config, schedule)`, which builds it for the CPU as warp roles: see `protocol_of`.
     """
 
     @property
@@ -258,3 +261,12 @@ class Kernel(Protocol):
         Raises:
             BuildError: the compiler refused.
         """
+
+
+def protocol_of(kernel: Kernel) -> Callable[[Problem, Config, tuple[int, ...]], Built] | None:
+    """Return the kernel's own `protocol`, or None where it has none.
+
+    What it builds runs on the CPU as the kernel's warp roles, under a schedule: the choice at each point at which several of them
+    may go on, or an asynchronous operation may finish. A launch raises a `ProtocolFault` if they do not wait as they must.
+    """
+    return getattr(kernel, "protocol", None)

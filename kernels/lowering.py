@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem, reject
 
-__all__ = ["ARCHITECTURES", "Lowers", "MachineCode", "Unit", "capability", "shared_limit"]
+__all__ = ["ARCHITECTURES", "Lowers", "MachineCode", "Operand", "Required", "Requires", "Unit", "capability", "shared_limit"]
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 """Architectures of a kernel that declares none."""
@@ -60,6 +60,32 @@ class Unit(Protocol):
         Raises:
             BuildError: the compiler refused; the text is the compiler's.
         """
+
+
+Operand = Literal["shared", "tensor"]
+"""The memory that a tcgen05 product takes its left operand from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Required:
+    """What the machine code of a function with tcgen05 products must be made of, where a compiler may choose otherwise.
+
+    All products are tcgen05's, tensor memory is allocated, read by tcgen05.ld, and freed on every path to the function's end.
+    """
+
+    products: int
+    """Number of places, at least, at which products complete on an mbarrier."""
+    left: frozenset[Operand]
+    """The memories that products take their left operands from: each of them is used, and no other."""
+
+
+@runtime_checkable
+class Requires(Protocol):
+    """A Unit whose machine code is checked for more than that it can be launched."""
+
+    @property
+    def required(self) -> Required | None:
+        """What must be in the machine code; None: nothing in particular."""
 
 
 @runtime_checkable

@@ -28,6 +28,7 @@ __all__ = [
     "SinkValues",
     "case_from_json",
     "case_from_object",
+    "with_check",
     "with_problem",
 ]
 
@@ -89,16 +90,22 @@ Relation = Literal[
     "split_keys",
     "huge_strides",
 ]
-Check = Literal["oracle"] | Calls | Relation
-"""What a Trial compares: a call with the float64 oracle, a call with earlier ones of the same process, or two related calls."""
+Check = Literal["oracle"] | Calls | Relation | Literal["protocol"]
+"""What a Trial compares: a call with the float64 oracle, a call with earlier ones of the same process, or two related calls.
+
+protocol: a call with the oracle, as warp roles that run under a schedule, with what orders them checked.
+"""
 CALLS: tuple[Check, ...] = get_args(Calls)
 RELATIONS: tuple[Check, ...] = get_args(Relation)
-CHECKS: tuple[Check, ...] = ("oracle", *CALLS, *RELATIONS)
-_PARTS = frozenset({"problem", "recipe", "config", "check"})
+CHECKS: tuple[Check, ...] = ("oracle", *CALLS, *RELATIONS, "protocol")
+_PARTS = frozenset({"problem", "recipe", "config", "check", "schedule"})
 _KEYS = _PARTS | {"format", "kernel", "after", "found"}
 """`found` holds what a case file records in addition to the Case."""
 _MOST_AFTER = 1000
 """Largest number of earlier Cases: a file with more was not written here."""
+_MOST_CHOICES = 1000
+"""Largest number of choices in a schedule."""
+_LARGEST_CHOICE = 99
 _SCALE_LIMIT = 2.0**40
 _NO_SINKS: SinkValues = SINK_VALUES[0]
 """What a Recipe says of sinks where the Problem has none: each Trial has one Case."""
@@ -137,6 +144,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Kernel name, Problem, Recipe, Config and check: frozen, hashable, JSON both ways. Canonical JSON is its identity.
 
     `after`: Cases of the same kernel that run first, in the same new process, whatever their Verdicts; they have none themselves.
+    `schedule`: for the check protocol, the choice at each point at which several roles or operations may go on, 0 behind its end.
     """
 
     kernel: str
@@ -145,6 +153,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     config: Config = Config()
     check: Check = "oracle"
     after: tuple[Case, ...] = ()
+    schedule: tuple[int, ...] = ()
 
     @property
     def alone(self) -> Case:
@@ -166,6 +175,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             "recipe": _without_defaults(self.recipe),
             "config": dict(self.config),
             **({"check": self.check} if self.check != "oracle" else {}),
+            **({"schedule": list(self.schedule)} if self.schedule else {}),
         }
 
     def canonical(self) -> str:
@@ -183,6 +193,11 @@ def with_problem(case: Case, problem: Problem) -> Case:
     if problem.sinks or case.recipe.sinks == _NO_SINKS:
         return msgspec.structs.replace(case, problem=problem)
     return msgspec.structs.replace(case, problem=problem, recipe=msgspec.structs.replace(case.recipe, sinks=_NO_SINKS))
+
+
+def with_check(case: Case, check: Check) -> Case:
+    """Return the Case with another check; without roles, there is no schedule."""
+    return msgspec.structs.replace(case, check=check, schedule=case.schedule if check == "protocol" else ())
 
 
 def _without_defaults(struct: msgspec.Struct) -> dict[str, Any]:
@@ -223,11 +238,13 @@ def case_from_object(data: object) -> Case:
         )
     for name in ("kernel", "problem"):
         if name not in data:
-            raise BadCase(f"case.{name}: it is missing; a Case has format, kernel, problem, recipe, config, check and after")
+            raise BadCase(
+                f"case.{name}: it is missing; a Case has format, kernel, problem, recipe, config, check, schedule and after"
+            )
     unknown = sorted(data.keys() - _KEYS)
     if unknown:
         part = shown(unknown[0])[1:-1]
-        raise BadCase(f"case.{part}: no such part; a Case has format, kernel, problem, recipe, config, check and after")
+        raise BadCase(f"case.{part}: no such part; a Case has format, kernel, problem, recipe, config, check, schedule and after")
     kernel = _part(data, "kernel", str)
     if ":" in kernel:
         # package.module:OBJECT would be imported, and a file from anywhere must not choose what is imported.
@@ -243,7 +260,21 @@ def case_from_object(data: object) -> Case:
         config=_config(data),
         check=_part({"check": "oracle", **data}, "check", Check),
         after=_after(data.get("after", []), kernel),
+        schedule=_schedule(data),
     )
+
+
+def _schedule(data: dict[str, Any]) -> tuple[int, ...]:
+    """Read the choices of a Case with the check protocol."""
+    schedule: tuple[int, ...] = _part({"schedule": [], **data}, "schedule", tuple[int, ...])
+    if schedule and data.get("check") != "protocol":
+        raise BadCase(f"case.schedule={shown(schedule)}: only the check protocol has one; leave it out, or give check=protocol")
+    if len(schedule) > _MOST_CHOICES or not all(0 <= each <= _LARGEST_CHOICE for each in schedule):
+        raise BadCase(
+            f"case.schedule={shown(schedule)}: not at most {_MOST_CHOICES} choices from 0 to {_LARGEST_CHOICE}; "
+            "give a file that `attnfuzz run` wrote"
+        )
+    return schedule
 
 
 def _after(data: object, kernel: str) -> tuple[Case, ...]:
@@ -256,7 +287,7 @@ def _after(data: object, kernel: str) -> tuple[Case, ...]:
 
 
 def _earlier(data: object, number: int, kernel: str) -> Case:
-    parts = "an earlier Case has problem, recipe, config and check"
+    parts = "an earlier Case has problem, recipe, config, check and schedule"
     if not isinstance(data, dict) or "problem" not in data:
         raise BadCase(f"case.after[{number}]={shown(data)}: it has no problem; {parts}")
     if unknown := sorted(data.keys() - _PARTS):

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields
 from attnfuzz.kernels.expressions.tree import KV, Q, S, parse, to_data
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
-from attnfuzz.strategies.case import CALLS, DEFAULT_TILE, SINK_VALUES, Case, Pattern, with_problem
+from attnfuzz.strategies.case import CALLS, DEFAULT_TILE, SINK_VALUES, Case, Pattern, with_check, with_problem
 
 if TYPE_CHECKING:
     # Its module imports hypothesis, and every command imports this one.
@@ -194,7 +194,7 @@ def _recipe(case: Case, **changes: object) -> Case:
 def _other_checks(case: Case) -> Iterator[Case]:
     # A Case against the oracle alone needs no relation to fail; one with calls may fail with other calls too.
     for check in ("oracle", *CALLS) if case.check in CALLS else ("oracle",):
-        yield replace(case, check=check)
+        yield with_check(case, check)
 
 
 def _other_scales(case: Case, name: str) -> Iterator[Case]:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from attnfuzz.kernels.contract import Capabilities, Shape, shape_fields
 from attnfuzz.kernels.expressions.tree import Expression, S, node, parse, to_data
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
-from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe, with_problem
+from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe, with_check, with_problem
 from attnfuzz.strategies.modifiers import chosen
 from attnfuzz.strategies.shapes import Variant
 
@@ -112,7 +112,8 @@ def _likewise(earlier: Case, before: Case, now: Case) -> Case:
 def _simpler(case: Case, variants: Sequence[Variant], can: Capabilities) -> Iterator[Case]:
     """Yield Cases with one part of one that runs alone simplified."""
     if case.check != "oracle":
-        yield replace(case, check="oracle")
+        yield with_check(case, "oracle")
+    yield from _shorter_schedules(case.schedule, case)
     if can.shapes:
         yield from _smaller_shapes(case, can.shapes)
     else:
@@ -128,6 +129,23 @@ def _simpler(case: Case, variants: Sequence[Variant], can: Capabilities) -> Iter
     yield from _simpler_variants(case, variants)
     if not can.shapes:
         yield from _shorter(case, can.multiples)
+
+
+def _shorter_schedules(schedule: tuple[int, ...], case: Case) -> Iterator[Case]:
+    """Take no choice at all, fewer choices, then others as late as allowed, then lower numbers."""
+    if not schedule:
+        return
+    yield replace(case, schedule=())
+    size = len(schedule) // 2
+    while size:
+        yield replace(case, schedule=schedule[:-size])
+        for start in range(0, len(schedule) - size, size):
+            if any(schedule[start : start + size]):
+                yield replace(case, schedule=(*schedule[:start], *(0,) * size, *schedule[start + size :]))
+        size //= 2
+    for number, choice in enumerate(schedule):
+        for lower in sorted({1, choice // 2, choice - 1}) if choice > 1 else ():
+            yield replace(case, schedule=(*schedule[:number], lower, *schedule[number + 1 :]))
 
 
 def _with(case: Case, **changes: object) -> Iterator[Case]:

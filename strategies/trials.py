@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
+from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, protocol_of
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import CALLS, DEFAULT_TILE, Case, Check
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.earlier_calls import other_problems, takes_call
 from attnfuzz.strategies.models import model_cases
 from attnfuzz.strategies.relations import RELATION_LIMITS, relation_cases, relations_of
+from attnfuzz.strategies.schedules import SCHEDULES
 from attnfuzz.strategies.shapes import Variant, all_variants
 
 __all__ = ["call_checks", "trial_cases"]
@@ -125,6 +126,8 @@ def _trials(draw: st.DrawFn, sizes: _Sizes) -> Case:
     kind, share = draw(_KIND), draw(_SHARE)
     if kind >= sizes.first_relation and (strategy := sizes.for_relations[share].related) is not None:
         return draw(strategy)
+    if kind == sizes.of_protocol:
+        return replace(draw(sizes.for_oracle[0].plain), check="protocol", schedule=draw(SCHEDULES))
     return _with_check(draw, sizes.for_oracle[share], calls=kind >= sizes.first_relation - _CALLS)
 
 
@@ -150,6 +153,9 @@ class _Sizes:
         for every in (self.for_oracle, self.for_relations):
             every += [largest] * (_SHARES - len(every))
         self.first_relation = _OUT_OF - _RELATIONS[largest.device]
+        protocol = largest.device == "cpu" and protocol_of(largest.kernel) is not None
+        self.of_protocol = self.first_relation - _CALLS - 1 if protocol else None
+        """The one of `_OUT_OF` numbers whose Cases run as warp roles: of the smallest size, as they are interpreted."""
 
     def __repr__(self) -> str:
         return repr(self.for_oracle[0])

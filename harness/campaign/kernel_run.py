@@ -12,8 +12,6 @@ import functools
 import time
 from collections.abc import Iterator
 
-from msgspec.structs import replace
-
 from attnfuzz.harness.campaign.account import Account
 from attnfuzz.harness.campaign.clocks import ReplayClock, TrialClock
 from attnfuzz.harness.campaign.context import Batch, WorkerContext
@@ -31,7 +29,7 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.case import Case, with_check
 
 __all__ = ["KernelRun"]
 
@@ -58,7 +56,7 @@ def _by_oracle_alone(case: Case, verdict: Verdict, runner: TrialRunner, campaign
     if not verdict.failures or max(case.problem.seqlens_q + case.problem.seqlens_k) > longest:
         return case, verdict
     runner.fresh()
-    alone = replace(case, check="oracle")
+    alone = with_check(case, "oracle")
     by_oracle = runner.memo.get(alone) or runner.run(alone)
     if not by_oracle.failures:
         return case, verdict
@@ -174,7 +172,7 @@ class KernelRun:
         """Keep each failure of a drawn Case that is new."""
         if self._new_in(verdict) is None:
             return
-        if case.check != "oracle" and self._supported(replace(case, check="oracle")):
+        if case.check != "oracle" and self._supported(with_check(case, "oracle")):
             with contextlib.suppress(OutOfTime):
                 case, verdict = _by_oracle_alone(case, verdict, self._runner, self._campaign, self.plan.limits.length)
         self._keep_new(case, verdict)

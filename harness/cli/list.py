@@ -55,7 +55,7 @@ def _row(kernel: Kernel) -> dict[str, Any]:
 
 def _broken(name: str, reason: str) -> dict[str, Any]:
     empty: dict[str, Any] = {key: [] for key in ("packings", "dtypes", "dims", "causal", "outputs", "runs_on")}
-    return {"kernel": name, "backend": "?", **empty, "reasons": {"any device": reason}}
+    return {"kernel": name, "backend": "?", **empty, "reasons": {"any device": reason}, "proof": None}
 
 
 def _declared(kernel: Kernel) -> dict[str, Any]:
@@ -71,17 +71,34 @@ def _declared(kernel: Kernel) -> dict[str, Any]:
         "outputs": list(can.outputs),
         "runs_on": [device for device, reason in here.items() if reason is None],
         "reasons": {device: reason for device, reason in here.items() if reason is not None},
+        "proof": _proof(kernel),
     }
 
 
+def _proof(kernel: Kernel) -> str | None:
+    """Return what the kernel says has been shown of it where its hardware was not at hand, or None."""
+    proof = getattr(kernel, "proof", None)
+    return None if proof is None else one_line(str(proof))
+
+
 def _table(rows: list[dict[str, Any]], width: int) -> Iterator[str]:
-    """Yield one line a kernel; the reason why it cannot run somewhere ends, at a word, where the line does."""
+    """Yield one line a kernel; the reason why it cannot run somewhere ends, at a word, where the line does.
+
+    Behind an empty line, what has been shown of kernels whose hardware was not at hand.
+    """
     cells = [("kernel", "packings", *_DEVICES, "why not"), *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
     left = width - sum(widths) - 2 * len(widths)
     for *firsts, reason in cells:
         short = textwrap.shorten(reason, left, placeholder=" ...") if left >= _SHORTEST_REASON else ""
         yield "  ".join([*map(str.ljust, firsts, widths), short]).rstrip()
+    shown = [f"{one_line(row['kernel'])}: {row['proof']}" for row in rows if row["proof"] is not None]
+    if shown:
+        yield ""
+    for text in shown:
+        yield from textwrap.wrap(
+            text, max(width, _LABEL), subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
+        )
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -95,6 +112,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 def _details(kernel: Kernel, row: dict[str, Any], width: int) -> Iterator[str]:
     """Yield the lines of one kernel: where it runs here, its capabilities by the names of their fields, its files."""
     lines: dict[str, str] = {device: row["reasons"].get(device, "runs here") for device in _DEVICES}
+    if row["proof"] is not None:
+        lines["proof"] = row["proof"]
     lines |= {name: _text(name, value) for name, value in msgspec.structs.asdict(kernel.capabilities).items()}
     yield one_line(f"{kernel.name} ({kernel.backend})")
     for name, text in lines.items():

@@ -328,7 +328,7 @@ class Gate(msgspec.Struct):
 
 
 class ListedKernel(msgspec.Struct):
-    """One kernel and where it runs here; `reasons`: why not elsewhere, by device."""
+    """One kernel and where it runs here; `reasons`: why not elsewhere; `proof`: what was shown without its hardware."""
 
     kernel: str
     backend: str
@@ -339,6 +339,7 @@ class ListedKernel(msgspec.Struct):
     outputs: list[OutputName]
     runs_on: list[Device]
     reasons: dict[str, str]
+    proof: str | None
 
 
 class KernelList(msgspec.Struct):

@@ -61,3 +61,28 @@ def selftest_memory_command(faults: tuple[str, ...], cases: int, seed: int, as_j
     else:
         show_memory(console(), done)
     click.get_current_context().exit(CLEAN if done.right else FAILURES)
+
+
+@selftest_group.command("barriers")
+@click.argument("faults", nargs=-1, metavar="[FAULT]...")
+@click.option("--schedules", default=1000, show_default=True, type=int, metavar="N", help="Schedules of each function.")
+@seed_option
+@json_option
+def selftest_barriers_command(faults: tuple[str, ...], schedules: int, seed: int, as_json: bool) -> None:
+    """Seven faults of barriers in copies of tilelang.sm100.wasp, and TileLang's kernels with warp roles as they are, on the CPU.
+
+    Exit 0 only if each fault is found as what it is, with its role, barrier, stage and iteration, and nothing is found in the
+    kernels, under the schedules and in all interleavings of one block.
+    """
+    import msgspec
+
+    from attnfuzz.harness.audit.selftest.barriers import barriers
+    from attnfuzz.harness.audit.selftest.barriers_report import RolesProgress, show_barriers
+
+    with RolesProgress(console(stderr=as_json)) as progress:
+        done = barriers(progress.advance, faults, schedules, seed)
+    if as_json:
+        echo_json({"right": done.right, **msgspec.to_builtins(done)})
+    else:
+        show_barriers(console(), done)
+    click.get_current_context().exit(CLEAN if done.right else FAILURES)

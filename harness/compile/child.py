@@ -16,12 +16,14 @@ from typing import Any
 import msgspec
 
 from attnfuzz.harness.compile.figures import Figures, disassembled, figures_of
+from attnfuzz.harness.compile.required import lacking
+from attnfuzz.harness.compile.tensor_memory import COLUMNS
 from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.isolation.kernel_ref import unpacked
 from attnfuzz.harness.trial.errors import describe_exception, mark_as_child, may_catch
 from attnfuzz.kernels.contract import BuildError, Config
 from attnfuzz.kernels.errors import NotLowered
-from attnfuzz.kernels.lowering import Lowers, Unit, shared_limit
+from attnfuzz.kernels.lowering import Lowers, Requires, Unit, shared_limit
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.support import cache
 
@@ -29,7 +31,7 @@ __all__ = ["AT", "Lowered", "cut", "lower"]
 
 AT = "attnfuzz compiles "
 """Printed by the child before the name of the function that it compiles, so that a crash names it."""
-_FORMAT = 3
+_FORMAT = 4
 """Format of the entries in the cache."""
 
 
@@ -85,25 +87,29 @@ def _lowered(unit: Unit, arch: str) -> Lowered:
 
 
 def _judged(lowered: Lowered, arch: str) -> Lowered:
-    """Add an error to code that compiles, but needs more shared memory than a block can have."""
+    """Add an error to code that compiles, but needs more shared or tensor memory than a block can have."""
     limit = shared_limit(arch)
-    if lowered.error is None and lowered.figures is not None and lowered.figures.shared > limit:
+    if lowered.error is not None or lowered.figures is None:
+        return lowered
+    error, columns = None, lowered.figures.tensor_columns or 0
+    if lowered.figures.shared > limit:
         error = f"a block needs {lowered.figures.shared} bytes of shared memory, and {arch} has {limit}: no launch is possible"
-        return msgspec.structs.replace(lowered, error=error)
-    return lowered
+    elif columns > COLUMNS:
+        error = f"a block needs {columns} columns of tensor memory, and {arch} has {COLUMNS}: it would wait for them without end"
+    return lowered if error is None else msgspec.structs.replace(lowered, error=error)
 
 
 def _known(unit: Unit, arch: str) -> Lowered:
     """Return the cached result of the same content, or compile it and cache the result."""
     identity = unit.identity()
     if identity is not None:
-        with _entry(identity) as file:
+        with _entry(f"{identity}{_required(unit)}") as file:
             return _read(file, unit) or _keep(file, _compiled(unit, None))
     start = time.perf_counter()
     code = unit.compile()
     seconds = time.perf_counter() - start
     # The backend caches its compiles itself. Reading the machine code is cached here by its bytes.
-    with _entry(hashlib.sha256(code.cubin).hexdigest() + arch) as file:
+    with _entry(f"{hashlib.sha256(code.cubin).hexdigest()}{arch}{_required(unit)}") as file:
         return _read(file, unit) or _keep(file, _compiled(unit, (code, seconds)))
 
 
@@ -113,7 +119,17 @@ def _compiled(unit: Unit, done: tuple[Any, float] | None) -> Lowered:
     seconds = seconds or time.perf_counter() - start
     sass = disassembled(code.cubin)
     races = code.races if code.suspects is None else (*(code.races or ()), *code.suspects(sass))
-    return Lowered(function=unit.function, seconds=seconds, figures=figures_of(code, sass), races=races, error=code.refused)
+    figures, error = figures_of(code, sass), code.refused
+    if error is None and isinstance(unit, Requires) and unit.required is not None:
+        error = lacking(unit.required, figures, sass)
+    return Lowered(function=unit.function, seconds=seconds, figures=figures, races=races, error=error)
+
+
+def _required(unit: Unit) -> str:
+    """What the code must have, as a part of a key in the cache; empty for most."""
+    if not isinstance(unit, Requires) or unit.required is None:
+        return ""
+    return f"\n{unit.required.products} {sorted(unit.required.left)}"
 
 
 @contextmanager

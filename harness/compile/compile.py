@@ -78,6 +78,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a block, static and dynamic."""
     shared_limit: int
     tensor_core: str | None = None
+    tensor_columns: int | None = None
+    """Columns of tensor memory that a block allocates."""
+    instructions: int | None = None
+    """Instructions of the machine code."""
     races: list[str] | None = None
     """Races that the compiler reports, or that its output shows; None: not checked."""
     error: str | None = None
@@ -144,8 +148,8 @@ def why_left(kernel: Kernel) -> Left | None:
 def jobs_of(kernel: Kernel, most: int | None = None, *, cover: bool = False) -> dict[str, Case]:
     """Return Cases by compile key: each variant and Config, then some again in other forms that change the code.
 
-    The other forms are score and mask functions as a campaign of seed 0 draws them, tensors that are not contiguous, and
-    lengths of whole blocks: 40 of each, or a few to cover.
+    The other forms are several query heads to a key/value head, where that changes the code, and, 40 of each or a few to cover,
+    score and mask functions as a campaign of seed 0 draws them, tensors that are not contiguous, and lengths of whole blocks.
     """
     can = kernel.capabilities
     variants = all_variants(kernel, "cuda")
@@ -157,6 +161,7 @@ def jobs_of(kernel: Kernel, most: int | None = None, *, cover: bool = False) -> 
     some = pool(variants, count, 0)
     problems = [(each, each.problem(can)) for each in variants]
     if most is None:
+        problems += [(each, _grouped(problem, can.groups)) for each, problem in problems]
         with_functions = [each for each in modified(some, kernel, "cuda", 0) if each.modifiers]
         problems += [(each, each.problem(can)) for each in (with_functions[:count] if cover else with_functions)]
         problems += [(each, _whole(each.problem(can))) for each in some]
@@ -168,6 +173,11 @@ def jobs_of(kernel: Kernel, most: int | None = None, *, cover: bool = False) -> 
             key = kernel.compile_key(problem, variant.config)
             by_key.setdefault(key, Case(kernel=kernel.name, problem=problem, config=variant.config))
     return by_key
+
+
+def _grouped(problem: Problem, groups: tuple[int, ...] | None) -> Problem:
+    most = 2 if groups is None else max(groups)
+    return replace(problem, heads=most * problem.kv_heads)
 
 
 def _whole(problem: Problem) -> Problem:

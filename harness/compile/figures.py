@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from attnfuzz.harness.compile.tensor_memory import tensor_memory
 from attnfuzz.kernels.lowering import MachineCode
 from attnfuzz.kernels.problem import BadArgument
 
@@ -26,6 +27,7 @@ _INSTRUCTIONS = {
     "mma": re.compile(r"\b[HIDBQO]MMA\b"),
 }
 """The instructions in SASS."""
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s", re.MULTILINE)
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _USED = re.compile(r"Used (\d+) registers(.*)")
 _STATIC = re.compile(r"(\d+)(?:\+\d+)? bytes smem")
@@ -43,6 +45,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of shared memory of a block, static and dynamic."""
     tensor_core: str | None
     """ "wgmma", "mma", ...; several joined by +; None: none."""
+    tensor_columns: int | None
+    """Columns of tensor memory that a block allocates; None: the machine code does not show how many."""
+    instructions: int
+    """Instructions of the machine code, of all functions."""
 
 
 def figures_of(code: MachineCode, sass: str) -> Figures:
@@ -60,6 +66,8 @@ def figures_of(code: MachineCode, sass: str) -> Figures:
         spills=sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(log)),
         shared=max(static + code.dynamic_shared.get(name, 0) for name, _, static in entries),
         tensor_core=_path(sass),
+        tensor_columns=tensor_memory(sass).columns,
+        instructions=len(_INSTRUCTION.findall(sass)),
     )
 
 

@@ -12,6 +12,7 @@ from attnfuzz.harness.core.text import normalised, one_line
 from attnfuzz.harness.judge.diagnosis.model import Pattern
 from attnfuzz.kernels.problem import SINKS, OutputName
 from attnfuzz.kernels.support.memory import MemoryKind
+from attnfuzz.kernels.support.protocol import PROTOCOL_KINDS
 
 __all__ = ["BY_QUERY", "KINDS", "OUTPUT_TITLES", "PATTERNED", "Failure", "Identity", "Kind", "Place", "in_earlier", "where"]
 
@@ -37,6 +38,13 @@ Kind = Literal[
     "race",
     "uninitialised",
     "masked-load",
+    # By the executor of warp roles.
+    "deadlock",
+    "wrong-phase",
+    "early-overwrite",
+    "early-read",
+    "wrong-bytes",
+    "left-running",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _KNOWN_BY_CHECK: frozenset[Kind] = frozenset(
@@ -44,6 +52,7 @@ _KNOWN_BY_CHECK: frozenset[Kind] = frozenset(
         *("mismatch", "nonfinite", "aggregate", "unwritten", "nondeterministic", "relation", "guard", "contract", "hang"),
         "out-of-memory",
         *get_args(MemoryKind),
+        *PROTOCOL_KINDS,
     )
 )
 PATTERNED: frozenset[Kind] = frozenset(("mismatch", "nonfinite", "unwritten"))

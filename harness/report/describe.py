@@ -65,6 +65,8 @@ def describe_case(case: Case) -> list[tuple[str, str]]:
     rows.append(("values", " ".join([recipe.pattern, *scales, f"seed={recipe.seed}"])))
     if case.check != "oracle":
         rows.append(("check", case.check))
+    if case.schedule:
+        rows.append(("schedule", ", ".join(map(str, case.schedule))))
     if case.config:
         rows.append(("config", str(case.config)))
     return [(name, one_line(value)) for name, value in [*rows, *_earlier_rows(case)]]

@@ -5,6 +5,7 @@ A check (harness/trial/checks/) is a generator over them, so that the outputs of
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from attnfuzz.harness.judge.batch import Judged, Launched
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.judge import HeadTruths, Truth, Truths, judge, judge_by_oracle, truth
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial.build import build_kernel
+from attnfuzz.harness.trial.build import build_by_roles, build_kernel
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import launch
 from attnfuzz.harness.trial.poison import Bands
@@ -44,6 +45,16 @@ class WentWrong(Exception):
         self.failure = failure
 
 
+@contextlib.contextmanager
+def _as_failure(kernel: str) -> Iterator[None]:
+    """Turn a BuildError into the Failure of a kernel."""
+    try:
+        yield
+    except BuildError as error:
+        message = encodable(str(error)[:2000])
+        raise WentWrong(Failure(kernel=kernel, kind="compile-error", check="build", message=message)) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """One Case's kernel on one device. A check (harness/trial/trial.py) uses it for one or more launches."""
@@ -65,12 +76,17 @@ class Bench:
         Raises:
             WentWrong: it could not be compiled.
         """
-        try:
-            with self.clock.stage("compile"):
-                return build_kernel(self.kernel, problem or self.case.problem, self.case.config, self.device)
-        except BuildError as error:
-            message = encodable(str(error)[:2000])
-            raise WentWrong(Failure(kernel=self.case.kernel, kind="compile-error", check="build", message=message)) from error
+        with self.clock.stage("compile"), _as_failure(self.case.kernel):
+            return build_kernel(self.kernel, problem or self.case.problem, self.case.config, self.device)
+
+    def by_roles(self) -> Built:
+        """Return the kernel as warp roles under the Case's schedule.
+
+        Raises:
+            WentWrong: it could not be built.
+        """
+        with self.clock.stage("compile"), _as_failure(self.case.kernel):
+            return build_by_roles(self.kernel, self.case.problem, self.case.config, self.case.schedule)
 
     def inputs(self, problem: Problem | None = None, recipe: Recipe | None = None) -> Inputs:
         """Return the tensors for `problem` and `recipe` (default: the Case's)."""

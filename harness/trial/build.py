@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from attnfuzz.harness.core import environment
@@ -18,12 +18,12 @@ from attnfuzz.harness.trial.defaults import of_kernel
 from attnfuzz.harness.trial.errors import MEMORY_TAKEN, describe_exception, may_catch
 from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, is_own_need, when_free
 from attnfuzz.harness.trial.supports import compile_key_of
-from attnfuzz.kernels.contract import BuildError, Built, Config, Device, Kernel
+from attnfuzz.kernels.contract import BuildError, Built, Config, Device, Kernel, protocol_of
 from attnfuzz.kernels.errors import BadArgument, WrongProcess
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support import cache, process_setup
 
-__all__ = ["build_kernel", "compile_here"]
+__all__ = ["build_by_roles", "build_kernel", "compile_here"]
 
 _ready: set[tuple[str, str, Device]] = set()
 
@@ -48,14 +48,34 @@ def build_kernel(kernel: Kernel, problem: Problem, config: Config, device: Devic
     return result
 
 
-def _build(kernel: Kernel, problem: Problem, config: Config, device: Device, *, supported: bool = True) -> Built:
-    """Call the kernel's build; `supported`: its supports() has nothing against it, so that a refusal is its failure."""
+def build_by_roles(kernel: Kernel, problem: Problem, config: Config, schedule: tuple[int, ...]) -> Built:
+    """Call `kernel.protocol`, which compiles nothing: its warp roles run on the CPU under `schedule`.
+
+    Raises:
+        BuildError: the build raised anything.
+        BadArgument: the kernel does not support it.
+    """
+    protocol = protocol_of(kernel)
+    assert protocol is not None
+    return _build(kernel, problem, config, "cpu", make=lambda: protocol(problem, config, schedule))
+
+
+def _build(
+    kernel: Kernel,
+    problem: Problem,
+    config: Config,
+    device: Device,
+    *,
+    supported: bool = True,
+    make: Callable[[], Built] | None = None,
+) -> Built:
+    """Call the kernel's build, or `make`; `supported`: supports() has nothing against it, so that a refusal is a failure."""
     process_setup.enter(kernel, device)
     if reason := process_setup.why_not_set_up(kernel, device):
         raise BuildError(f"its set_up() raised {reason}")
     try:
         with of_kernel():
-            return kernel.build(problem, config, device)
+            return make() if make is not None else kernel.build(problem, config, device)
     except BadArgument as error:
         if isinstance(error, WrongProcess) or not supported:
             raise

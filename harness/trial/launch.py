@@ -22,6 +22,7 @@ from attnfuzz.harness.trial.writes import Writes
 from attnfuzz.kernels.contract import Built, CapturedGradients, Device, Gradients, Inputs, Outputs, SlackRows
 from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.support.memory import MemoryFault, Watch, watching
+from attnfuzz.kernels.support.protocol import ProtocolFault
 from attnfuzz.strategies.case import Case
 
 __all__ = ["Started", "copied", "launch", "split", "start", "start_in_place"]
@@ -159,6 +160,9 @@ def _misused(kernel: str, fault: MemoryFault) -> Failure:
 
 
 def _raised(kernel: str, step: str, error: BaseException) -> Failure:
+    if isinstance(error, ProtocolFault):
+        message = encodable("; ".join((f"{step}: {error}", *getattr(error, "__notes__", ()))))
+        return Failure(kernel=kernel, kind=error.kind, check=error.check, message=message)
     message, detail = f"{step} raised {describe_exception(error)}", format_traceback(error)
     if is_out_of_memory(error):
         return Failure(kernel=kernel, kind="out-of-memory", check="memory", message=message, detail=detail)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Config, Device, Kernel, why_unsupported
+from attnfuzz.kernels.contract import Config, Device, Kernel, protocol_of, why_unsupported
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import CALLS, RELATIONS, Case, Check
 from attnfuzz.strategies.earlier_calls import earlier_problems, why_not_call
@@ -14,9 +14,17 @@ from attnfuzz.strategies.relation_problems import related_problems, why_not_rela
 
 __all__ = ["compile_key_of", "problems_of", "why_not_case", "with_config"]
 
+
+def _why_not_protocol(kernel: Kernel, case: Case, device: Device) -> str | None:  # noqa: ARG001 - as the others
+    if device != "cpu":
+        return "check='protocol': warp roles are executed on the CPU; give device cpu"
+    return None if protocol_of(kernel) else "check='protocol': the kernel has no method `protocol`, which executes its warp roles"
+
+
 _WHY_NOT: dict[Check, Callable[[Kernel, Case, Device], str | None]] = {
     **dict.fromkeys(CALLS, why_not_call),
     **dict.fromkeys(RELATIONS, why_not_relation),
+    "protocol": _why_not_protocol,
 }
 """For each check but the oracle, a function that returns why it does not apply to a supported Case, or None."""
 

@@ -14,6 +14,7 @@ from attnfuzz.harness.judge.judge import judge, truth
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong, completed
 from attnfuzz.harness.trial.checks.calls import CALL_CHECKS
+from attnfuzz.harness.trial.checks.protocol import by_roles
 from attnfuzz.harness.trial.checks.relations import RELATION_CHECKS
 from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.defaults import of_torch
@@ -38,7 +39,12 @@ def against_oracle(bench: Bench) -> Steps:
     return name_unwritten(bench, ready, inputs, outputs, judged.verdict)
 
 
-CHECKS: dict[Check, Callable[[Bench], Steps]] = {"oracle": against_oracle, **CALL_CHECKS, **RELATION_CHECKS}
+CHECKS: dict[Check, Callable[[Bench], Steps]] = {
+    "oracle": against_oracle,
+    **CALL_CHECKS,
+    **RELATION_CHECKS,
+    "protocol": by_roles,
+}
 """The function of each check; `completed` of harness/trial/bench.py runs what it returns."""
 
 

@@ -1,11 +1,14 @@
 """Compile TileLang PrimFuncs: for CUDA by TileLang's own target, for the CPU through `cpu.to_cpu` and a C++ compiler.
 
+A device module lists in `BY_ROLES` the functions whose warps have roles; on the CPU these run in the executor of `roles`.
+
 Each function is compiled once per process; across processes TileLang's own cache on disk (`TILELANG_CACHE_DIR`), keyed by the
 PrimFunc itself, saves the compiler's time.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -19,7 +22,7 @@ from attnfuzz.kernels.contract import BuildError, Device
 from attnfuzz.kernels.support.compiler_output import captured
 from attnfuzz.kernels.support.installed_torch import sees_cuda
 
-__all__ = ["Launch", "compile_counts", "compiled", "cuda_passes", "threads_of", "unavailable"]
+__all__ = ["Launch", "compile_counts", "compiled", "cuda_passes", "unavailable"]
 
 Launch = Callable[..., None]
 """A compiled PrimFunc: called with its parameters in order, tensors and numbers; writes its output tensors."""
@@ -39,7 +42,7 @@ threads, many per multiprocessor and with steps of some 100 ns, hung so on an H2
 TEXT_MAX = 4000
 """Characters of an error, and of the compiler's output, that a BuildError holds: TileLang appends whole sources."""
 
-_compiled: dict[tuple[ModuleType, str, str, Device], Launch] = {}
+_compiled: dict[tuple[ModuleType, str, str, str], Launch] = {}
 _counts: dict[str, int] = {}
 _lock = threading.RLock()
 
@@ -63,8 +66,10 @@ def compile_counts() -> dict[str, int]:
         return dict(_counts)
 
 
-def compiled(module: ModuleType, factory: str, options: dict[str, Any], device: Device) -> Launch:
+def compiled(module: ModuleType, factory: str, options: dict[str, Any], device: Device, *, by_roles: bool = False) -> Launch:
     """Compile `module.<factory>(**options)` for `device`, or take it from this process's cache.
+
+    With `by_roles` it runs in the executor of roles, whose launches take a `schedule` as well.
 
     The cache distinguishes modules by identity, so that an edited copy of a module is another source.
 
@@ -72,41 +77,57 @@ def compiled(module: ModuleType, factory: str, options: dict[str, Any], device: 
         BuildError: the kernel could not be traced, lowered or compiled; the text is the compiler's.
     """
     options_text = " ".join(f"{name}={value}" for name, value in sorted(options.items()))
-    key = (module, factory, options_text, device)
+    by_roles = by_roles or (device == "cpu" and factory in getattr(module, "BY_ROLES", ()))
+    key = (module, factory, options_text, "roles" if by_roles else device)
     with _lock:
         if key not in _compiled:
-            name = f"{module.__name__}.{factory} {options_text} on {device}"
+            name = f"{module.__name__}.{factory} {options_text} on {key[-1]}"
             _counts[name] = _counts.get(name, 0) + 1
-            _compiled[key] = _compile(getattr(module, factory), options, device, name, threads_of(module, options))
+            compiler = _compiler(module, options, device, by_roles=by_roles)
+            _compiled[key] = _compile(getattr(module, factory), options, name, compiler)
         return _compiled[key]
 
 
-def _compile(factory: Callable[..., Any], options: dict[str, Any], device: Device, name: str, threads: int) -> Launch:
+def _compiler(module: ModuleType, options: dict[str, Any], device: Device, *, by_roles: bool) -> Callable[[Any], Launch]:
+    """What makes a PrimFunc of `module` runnable."""
+    if device == "cuda" or by_roles:
+        return functools.partial(_by_roles if by_roles else _for_cuda, passes=cuda_passes(module, options))
+    return _for_cpu
+
+
+def _compile(factory: Callable[..., Any], options: dict[str, Any], name: str, compiler: Callable[[Any], Launch]) -> Launch:
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     with captured() as log:
         try:
-            func = factory(**options)
-            return _for_cpu(func) if device == "cpu" else _for_cuda(func, threads)
+            return compiler(factory(**options))
         except Exception as error:
             said = (f"{type(error).__name__}: {error}"[:TEXT_MAX], log.read_text(errors="replace").strip()[-TEXT_MAX:])
             raise BuildError("\n".join((name, *filter(None, said)))) from error
 
 
-def threads_of(module: ModuleType, options: dict[str, Any]) -> int:
-    """Threads per block of a device function made with `options`; its module may use fewer than `threads`."""
-    return int(getattr(module, "block_threads", lambda named: named.get("threads", WARPGROUP))(options))
+def cuda_passes(module: ModuleType, options: dict[str, Any]) -> dict[str, bool]:
+    """TileLang's compiler options for a device function of `module`, made with `options`.
+
+    TileLang divides the warps of a block into roles itself, except where the block has no warpgroup to spare, and where the
+    module has `ROLES_BY_HAND`. A module's `block_threads(options)` says how many threads a block has, if not `threads`.
+    """
+    threads = getattr(module, "block_threads", lambda named: named.get("threads", WARPGROUP))(options)
+    by_hand = threads < WARPGROUP or getattr(module, "ROLES_BY_HAND", False)
+    return {**CUDA_PASSES, **({"tl.disable_warp_specialized": True} if by_hand else {})}
 
 
-def cuda_passes(threads: int) -> dict[str, bool]:
-    """TileLang's compiler options for a kernel with `threads` per block."""
-    return {**CUDA_PASSES, **({"tl.disable_warp_specialized": True} if threads < WARPGROUP else {})}
-
-
-def _for_cuda(func: Any, threads: int) -> Launch:
+def _for_cuda(func: Any, passes: dict[str, bool]) -> Launch:
     import tilelang
 
-    launch: Launch = tilelang.compile(func, target="cuda", pass_configs=cuda_passes(threads))
+    launch: Launch = tilelang.compile(func, target="cuda", pass_configs=passes)
     return launch
+
+
+def _by_roles(func: Any, passes: dict[str, bool]) -> Launch:
+    """Make a PrimFunc runnable whose warps have roles of their own, which the C target's one thread cannot have."""
+    from attnfuzz.kernels.tilelang.roles.executor import executable
+
+    return executable(func, passes)
 
 
 def _for_cpu(func: Any) -> Launch:

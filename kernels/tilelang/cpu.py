@@ -1,21 +1,22 @@
 """Rewrite a built TileLang PrimFunc, written for a GPU, into one that TileLang's C target takes.
 
-The source of the kernel stays as it is: on-chip buffers become plain local arrays, parallel loops become serial ones, tile
-operations lose their GPU annotations, and synchronisation, which one thread does not need, is removed. The C target has no
-bfloat16: such buffers are stored as float32 and every value stored is rounded to bfloat16 (to nearest, ties to even). An
-operation that is on none of the lists below is refused, never dropped.
+The source of the kernel stays as it is: on-chip buffers, tensor memory among them, become plain local arrays, parallel loops
+become serial ones, asynchronous copies and products (WGMMA, tcgen05) become plain ones, tile operations lose their GPU
+annotations, and synchronisation, which one thread does not need, is removed. The C target has no bfloat16: such buffers are
+stored as float32 and every value stored is rounded to bfloat16 (to nearest, ties to even). A memory, an operation or an
+annotation that is on none of the lists below is refused, never dropped.
 
 This cannot show races, missing synchronisation, errors of pipeline phases and layouts, or the limit of shared memory.
 """
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 from attnfuzz.kernels.contract import BuildError
 from attnfuzz.kernels.support.absent import Absent
+from attnfuzz.kernels.tilelang.cpu_floats import exactly, rounded_to_bfloat16, survives_printing
 
 try:
     import tilelang  # noqa: F401  (makes its own tvm importable)
@@ -26,6 +27,8 @@ except ImportError:
 __all__ = ["NO_OPS", "CpuFunc", "UnsupportedOnCpuError", "to_cpu"]
 
 KEPT_SCOPES = frozenset({"", "global", "local", "local.var"})
+ON_CHIP_SCOPES = frozenset({"local.fragment", "shared", "shared.barrier", "shared.dyn", "shared.tmem"})
+"""Memories of one block: fragments, shared memory, mbarriers, tensor memory."""
 
 RENAMED = {
     "tl.tileop.async_copy": "tl.tileop.copy",
@@ -37,6 +40,22 @@ GEMM_ARGUMENTS = 13
 """Arguments of a plain gemm; the asynchronous forms append a barrier."""
 
 TILE_OPS = frozenset({"tl.tileop.copy", "tl.tileop.fill", "tl.tileop.gemm", "tl.tileop.reduce"})
+
+ANNOTATIONS = frozenset(
+    {
+        "barrier",
+        "coalesced_width",
+        "eviction_policy",
+        "is_tcgen05",
+        "is_tma_copy",
+        "leader_scope_threads",
+        "memory_order",
+        "parallel_loop_layout",
+        "use_tma",
+        "wg_wait",
+    }
+)
+"""Annotations of tile operations that say how a GPU does it. Those of several blocks (`use_2cta`, `cluster_mask`) say what."""
 
 NO_OPS = frozenset(
     {
@@ -125,41 +144,6 @@ def to_cpu(func: Any) -> CpuFunc:
     )
 
 
-def rounded_to_bfloat16(value: Any) -> Any:
-    """Round the float32 expression `value` to the nearest bfloat16, ties to even, as float32; inf and NaN stay.
-
-    In float64, `2^45 x + x` keeps exactly the leading 8 bits of the 24-bit x; as 2^45 x ends in zeros, a tie goes to the even
-    one. Below 2^-126 (2e-38 lies in the next binade, where both ways agree) bfloat16 values are multiples of 2^-133.
-    """
-    x = tirx.Cast("float64", value)
-    big = x
-    for _ in range(3):
-        big = tirx.Mul(big, tirx.FloatImm("float64", 2.0**15))
-    normal = tirx.Sub(_opaque(tirx.Add(big, x)), big)
-    subnormal = _math("ldexp", _math("nearbyint", _math("ldexp", x, tirx.const(133, "int32"))), tirx.const(-133, "int32"))
-    small, infinity = tirx.const(2e-38, "float32"), tirx.const(float("inf"), "float32")
-    rounded = tirx.if_then_else(tirx.And(value < small, value > -small), subnormal, normal)
-    return tirx.if_then_else(tirx.And(value < infinity, value > -infinity), tirx.Cast("float32", rounded), value)
-
-
-def _math(name: str, *arguments: Any) -> Any:
-    return tirx.Call(arguments[0].dtype, ir.Op.get(f"tirx.{name}"), list(arguments))
-
-
-def _opaque(value: Any) -> Any:
-    """Hide `value` from TVM, which simplifies float sums as if they were exact."""
-    return _math("copysign", value, value)
-
-
-def _survives_printing(value: float) -> bool:
-    """Whether the C target, which prints float32 constants with seven digits, prints this one exactly."""
-    return value != value or value in (float("inf"), float("-inf")) or _float32(float(f"{value:.6e}")) == _float32(value)
-
-
-def _float32(value: float) -> float:
-    return float(struct.unpack("<f", struct.pack("<f", value))[0])
-
-
 @tirx.functor.mutator
 class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
     def __init__(self) -> None:
@@ -180,6 +164,11 @@ class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
         return self._moved(buffer, buffer.scope()) if buffer.dtype == _BF16 else buffer
 
     def _allocated(self, buffer: Any) -> Any:
+        if buffer.scope() not in KEPT_SCOPES | ON_CHIP_SCOPES:
+            known = ", ".join(sorted(filter(None, KEPT_SCOPES | ON_CHIP_SCOPES)))
+            raise UnsupportedOnCpuError(
+                f"{buffer.name}: memory {buffer.scope()!r} has no counterpart on the C target; known are {known}"
+            )
         if buffer.scope() in KEPT_SCOPES and buffer.dtype != _BF16:
             return buffer
         return self._moved(buffer, buffer.scope() if buffer.scope() in KEPT_SCOPES else "local")
@@ -248,11 +237,12 @@ class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
         name = _name(call)
         if name in NO_OPS:
             return tirx.Evaluate(0)
-        if name == "tl.tileop.atomicadd":
-            return self._added(*call.args[:2])
         target = RENAMED.get(name, name)
-        if target not in TILE_OPS:
+        if target not in TILE_OPS | {"tl.tileop.atomicadd"}:
             return tirx.Evaluate(self.visit_expr(call))
+        _check_annotations(name, call)
+        if target == "tl.tileop.atomicadd":
+            return self._added(*call.args[:2])
         self.from_bfloat16 = target == "tl.tileop.copy" and call.args[0].args[0].buffer.data in self.widened
         arguments = call.args[:GEMM_ARGUMENTS] if target == "tl.tileop.gemm" else call.args
         # annotations (use_tma, coalesced_width, memory order) are for GPUs
@@ -329,9 +319,9 @@ class _ToCpu(tirx.PyStmtExprMutator):  # type: ignore[misc]
         return value if op.dtype == value.dtype else tirx.Cast(op.dtype, value)
 
     def visit_float_imm_(self, op: Any) -> Any:
-        if op.dtype not in ("float32", _BF16) or _survives_printing(op.value):
+        if op.dtype not in ("float32", _BF16) or survives_printing(op.value):
             return tirx.FloatImm("float32", op.value) if op.dtype == _BF16 else op
-        return _exactly(op.value)
+        return exactly(op.value)
 
     def _arithmetic(self, op: Any) -> Any:
         wide = type(op)(self.visit_expr(op.a), self.visit_expr(op.b))
@@ -376,10 +366,12 @@ def _round_all(buffer: Any) -> Any:
     return body
 
 
-def _exactly(value: float) -> Any:
-    """A float32 constant as the sum of its value as the C target prints it and the rest."""
-    printed = _float32(float(f"{value:.6e}"))
-    return tirx.Add(_opaque(tirx.FloatImm("float32", printed)), tirx.FloatImm("float32", _float32(value) - printed))
+def _check_annotations(name: str, call: Any) -> None:
+    if unknown := sorted({*map(str, call.annotations or {})} - ANNOTATIONS):
+        known = ", ".join(sorted(ANNOTATIONS))
+        raise UnsupportedOnCpuError(
+            f"{name}: its annotation {unknown[0]!r} has no counterpart on the C target; known are {known}"
+        )
 
 
 def _name(call: Any) -> str:

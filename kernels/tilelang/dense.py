@@ -18,7 +18,7 @@ from attnfuzz.kernels.tilelang.tiles import HOPPER, exponent_of, fitting, not_ho
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GQA_ATOMIC", "GQA_SPLIT", "MHA", "MHA_PIPELINED", "TileLangDense"]
+__all__ = ["GQA_ATOMIC", "GQA_SPLIT", "MHA", "MHA_PIPELINED", "DenseBuilt", "Reduction", "TileLangDense"]
 
 Reduction = Literal["none", "atomic", "split"]
 
@@ -77,10 +77,10 @@ class TileLangDense(TileLangKernel):
         Raises:
             BuildError: the compiler refused.
         """
-        return _Built(**self.compiled(problem, config, device), reduction=self._reduction)
+        return DenseBuilt(**self.compiled(problem, config, device), reduction=self._reduction)
 
 
-class _Built:
+class DenseBuilt:
     """The compiled functions, run on one Problem's tensors. Launches over empty grids are skipped."""
 
     def __init__(self, *, forward: Launch, preprocess: Launch, backward: Launch, reduction: Reduction) -> None:
@@ -132,7 +132,11 @@ class _Built:
         _put(dq, 1, into)
         for whole, part in zip((dk, dv), keys, strict=True):
             _put(whole, 1, part)
-        return scaled(dq, p.scale, q.dtype), self._summed(dk, p).to(k.dtype), self._summed(dv, p).to(v.dtype)
+        return self._scaled(dq, p.scale, q.dtype), self._summed(dk, p).to(k.dtype), self._summed(dv, p).to(v.dtype)
+
+    def _scaled(self, dq: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+        """Scale the blocks' sum to dQ in `dtype`."""
+        return scaled(dq, scale, dtype)
 
     def _shares(self, x: torch.Tensor, problem: Problem) -> torch.Tensor:
         """Allocate the tensor to which the blocks write dK or dV."""

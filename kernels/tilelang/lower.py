@@ -16,9 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from attnfuzz.kernels.contract import BuildError
-from attnfuzz.kernels.lowering import MachineCode, Unit
+from attnfuzz.kernels.lowering import MachineCode, Required, Unit
 from attnfuzz.kernels.support.compiler_output import captured
-from attnfuzz.kernels.tilelang.build import cuda_passes, threads_of
+from attnfuzz.kernels.tilelang.build import cuda_passes
 
 __all__ = ["cannot_lower", "find_nvcc", "nvcc_version", "units"]
 
@@ -60,7 +60,10 @@ def nvcc_version() -> str | None:
 
 
 def units(module: ModuleType, functions: Mapping[str, tuple[str, dict[str, Any]]], arch: str) -> tuple[Unit, ...]:
-    """Make one Unit per PrimFunc; `functions`: the factory in `module` that makes it, and its options."""
+    """Make one Unit per PrimFunc; `functions`: the factory in `module` that makes it, and its options.
+
+    A module's `REQUIRED`, where it has one, says by factory what the machine code must have.
+    """
     return tuple(_Unit(name, module, *code, arch) for name, code in functions.items())
 
 
@@ -69,8 +72,9 @@ class _Unit:
 
     def __init__(self, function: str, module: ModuleType, factory: str, options: dict[str, Any], arch: str) -> None:
         self.function = function
+        self.required: Required | None = getattr(module, "REQUIRED", {}).get(factory)
         self._module, self._factory, self._options, self._arch = module, factory, options, arch
-        self._passes = {**cuda_passes(threads_of(module, options)), "tl.disable_data_race_check": False}
+        self._passes = {**cuda_passes(module, options), "tl.disable_data_race_check": False}
 
     @functools.cached_property
     def _traced(self) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,7 @@ __all__ = ["CAPABILITIES", "SHARED_BYTES_MAX", "DeviceCode", "Function", "TileLa
 DeviceCode = Callable[[], ModuleType]
 """Returns the module with a kernel's device functions: its own, or an edited copy of it."""
 _HERE = Path(__file__).parent
-_SHARED = ("subject.py", "cpu.py", "build.py")
+_SHARED = ("subject.py", "cpu.py", "cpu_floats.py", "build.py")
 
 CAPABILITIES = Capabilities(
     dtypes=("float16", "bfloat16", "float32"),
@@ -71,6 +73,8 @@ class TileLangKernel:
         self._host = host
         self._device = device
         self._device_code = device_code
+        self._schedule: tuple[int, ...] | None = None
+        """How the executor of roles is to run all functions; None: only those that need it run there, as late as allowed."""
 
     def device_code(self) -> ModuleType:
         """The module with the device functions."""
@@ -114,11 +118,29 @@ class TileLangKernel:
         Raises:
             BuildError: the compiler refused.
         """
-        module = self.device_code()
-        return {
-            name: compiled(module, each.factory, each.options, device)
+        schedule = self._schedule
+        launches = {
+            name: compiled(self.module_of(name), each.factory, each.options, device, by_roles=schedule is not None)
             for name, each in self.functions(problem, config, device).items()
         }
+        if schedule is None:
+            return launches
+        return {name: functools.partial(launch, schedule=schedule) for name, launch in launches.items()}
+
+    def protocol(self, problem: Problem, config: Config, schedule: tuple[int, ...]) -> Built:
+        """As `build` for the CPU, but every function runs as its warp roles under `schedule`, with the protocol checked.
+
+        Raises:
+            BadArgument: `problem` or `config` is not supported.
+            BuildError: TileLang's passes refused, or a function uses what the executor of roles does not know.
+        """
+        by_roles = copy.copy(self)
+        by_roles._schedule = schedule
+        return by_roles.build(problem, config, "cpu")
+
+    def module_of(self, function: str) -> ModuleType:  # noqa: ARG002 - that of a kernel with several files
+        """The module that makes one of `functions`, for a kernel with device code in several files."""
+        return self.device_code()
 
     def unavailable(self, device: Device) -> str | None:
         """The package, compiler or device that is missing, or None."""
@@ -130,7 +152,8 @@ class TileLangKernel:
 
     def lower(self, problem: Problem, config: Config, arch: str) -> tuple[Unit, ...]:
         """Everything that `build` compiles for CUDA."""
-        return lower.units(self.device_code(), self.functions(problem, config, "cuda"), arch)
+        functions = self.functions(problem, config, "cuda").items()
+        return tuple(unit for name, each in functions for unit in lower.units(self.module_of(name), {name: each}, arch))
 
     def supports(self, problem: Problem, config: Config, device: Device) -> str | None:
         """The reason why not, or None."""

@@ -175,11 +175,11 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
     "format as text": (written(format="1"), "case.format='1': this attnfuzz reads format 1; "),
     "no kernel": (
         json.dumps({"format": 1, "problem": PLAIN}),
-        "case.kernel: it is missing; a Case has format, kernel, problem, recipe, config, check and after",
+        "case.kernel: it is missing; a Case has format, kernel, problem, recipe, config, check, schedule and after",
     ),
     "no problem": (
         json.dumps({"format": 1, "kernel": "x"}),
-        "case.problem: it is missing; a Case has format, kernel, problem, recipe, config, check and after",
+        "case.problem: it is missing; a Case has format, kernel, problem, recipe, config, check, schedule and after",
     ),
     "kernel no text": (written(kernel=3), "Expected `str`, got `int`"),
     "kernel null": (written(kernel=None), "Expected `str`, got `null`"),

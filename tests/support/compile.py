@@ -26,6 +26,8 @@ class Compilable:
     architectures: tuple[str, ...] | None = None
     missing: str | None = None
     files: tuple[str, ...] = ()
+    tilelang: tuple[str, str, str] = ("support.compile_tilelang", "copy", "copied")
+    """Module, function and factory of a TileLang kernel."""
     asked: list[str] = field(default_factory=list)
 
     @property
@@ -57,7 +59,8 @@ class Compilable:
         if self.backend == "tilelang":
             from attnfuzz.kernels.tilelang import lower
 
-            return lower.units(importlib.import_module("support.compile_tilelang"), {"copy": ("copied", {"plant": plant})}, arch)
+            module, function, factory = self.tilelang
+            return lower.units(importlib.import_module(module), {function: (factory, {"plant": plant})}, arch)
         return triton_units(plant, arch)
 
 

@@ -214,7 +214,7 @@ def _exchanged(case: Case, donor: Case, name: str) -> Case | None:
         case "values":
             return with_problem(replace(case, recipe=donor.recipe), case.problem)
         case "check":
-            return replace(case, check=donor.check)
+            return replace(case, check=donor.check, schedule=donor.schedule)
         case _:
             try:
                 problem = replace(case.problem, **{each: getattr(donor.problem, each) for each in _PARTS[name]})

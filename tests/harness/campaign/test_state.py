@@ -400,11 +400,11 @@ def test_a_script_says_that_it_makes_one_call(tmp_path: Path) -> None:
     [
         (7, "case.after=7: not a list of at most 1000 earlier Cases; give a file that `attnfuzz run` wrote"),
         ({"0": {}}, "case.after={"),
-        ([7], "case.after[0]=7: it has no problem; an earlier Case has problem, recipe, config and check"),
+        ([7], "case.after[0]=7: it has no problem; an earlier Case has problem, recipe, config, check and schedule"),
         ([{"problem": {"seqlens_q": [1]}}], "case.after[0].problem: Object missing required field `seqlens_k`"),
         (
             [{"problem": {}, "after": []}],
-            "case.after[0].after: no such part; an earlier Case has problem, recipe, config and check",
+            "case.after[0].after: no such part; an earlier Case has problem, recipe, config, check and schedule",
         ),
         ([{"problem": {}}] * 1001, "not a list of at most 1000 earlier Cases"),
     ],

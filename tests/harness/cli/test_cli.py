@@ -352,6 +352,7 @@ def test_list() -> None:
         "outputs": ["o", "lse", "dq", "dk", "dv"],
         "runs_on": [],
         "reasons": {"cpu": "its compiler is missing", "cuda": "not declared"},
+        "proof": None,
     }
 
 
@@ -362,14 +363,32 @@ def test_list_has_one_line_a_kernel_and_breaks_no_word(monkeypatch: pytest.Monke
         monkeypatch.setenv("COLUMNS", str(columns))
         result = attnfuzz("list")
         assert result.exit_code == 0
-        head, *lines = result.stdout.splitlines()
+        table, _, shown = result.stdout.partition("\n\n")
+        head, *lines = table.splitlines()
         assert [line.split()[0] for line in lines] == list(registry.names())
+        assert columns == 40 or max(map(len, shown.splitlines())) <= columns
         assert head.split()[:4] == ["kernel", "packings", "cpu", "cuda"]
         assert columns == 40 or max(map(len, lines)) <= columns
         [line] = (line for line in lines if line.startswith("acme.flash "))
         assert line.split()[1:4] == ["ragged", "no", "-"]
         assert reason.startswith(" ".join(line.split()[4:]).removesuffix(" ..."))
         assert set(line.split()[4:]) <= {*reason.split(), "..."}, "words are whole"
+
+
+def test_list_says_what_was_shown_of_a_kernel_without_its_hardware() -> None:
+    text = "compiled for sm_100a, run on the CPU"
+    result = attnfuzz("list")
+    shown = result.stdout.partition("\n\n")[2]
+    rows = {row["kernel"]: row["proof"] for row in json.loads(attnfuzz("list", "--json").stdout)["kernels"]}
+    for name in ("tilelang.sm100.ss", "tilelang.sm100.ts", "tilelang.sm100.wasp"):
+        assert f"{name}: {text}" in shown
+        assert rows[name].startswith(text)
+        assert rows[name].endswith("not run on Blackwell hardware")
+        assert f"   proof                 {text}" in attnfuzz("list", name).stdout
+    assert {name for name, proof in rows.items() if proof is not None} == {
+        line.split(":")[0] for line in shown.splitlines() if line[0] != " "
+    }
+    assert "proof" not in attnfuzz("list", "torch.reference_cpu").stdout
 
 
 def test_list_of_a_kernel_shows_all_that_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:

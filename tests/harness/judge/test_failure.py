@@ -13,6 +13,7 @@ import pytest
 from attnfuzz.harness.core.text import normalised
 from attnfuzz.harness.judge.failure import KINDS, OUTPUT_TITLES, Failure, Identity, Place
 from attnfuzz.kernels.support.memory import MemoryKind
+from attnfuzz.kernels.support.protocol import PROTOCOL_KINDS
 
 
 def failure(**changed: Any) -> Failure:
@@ -24,6 +25,7 @@ NUMERIC = (
     *("contract", "mismatch", "nonfinite", "aggregate", "unwritten", "nondeterministic", "relation", "guard", "hang"),
     "out-of-memory",
     *get_args(MemoryKind),
+    *PROTOCOL_KINDS,
 )
 
 

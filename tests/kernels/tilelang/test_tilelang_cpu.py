@@ -15,6 +15,7 @@ pytest.importorskip("tilelang")
 torch = pytest.importorskip("torch")
 
 import tilelang.language as T  # noqa: E402, N812
+from tvm import ir  # noqa: E402
 
 from attnfuzz.kernels.contract import BuildError, Config, Inputs, Kernel  # noqa: E402
 from attnfuzz.kernels.problem import Problem  # noqa: E402
@@ -98,6 +99,71 @@ def test_rewrite_rounds_as_torch_does(name: str) -> None:
 def test_rewrite_refuses_an_unknown_operation() -> None:
     with pytest.raises(BuildError, match=r"tl\.shfl_xor_sync: this operation has no counterpart on the C target"):
         compiled(sys.modules[__name__], "foreign_operation", {}, "cpu")
+
+
+def tensor_memory(*, product: str) -> object:
+    """PrimFunc (a, b, c): c = a b by tcgen05, the result in tensor memory; `product` is how it is asked for."""
+
+    @T.prim_func
+    def main(a: T.Tensor((128, 64), "float16"), b: T.Tensor((64, 64), "float16"), c: T.Tensor((128, 64), "float32")):
+        with T.Kernel(1, threads=128):
+            left = T.alloc_shared((128, 64), "float16")
+            right = T.alloc_shared((64, 64), "float16")
+            result = T.alloc_tmem((128, 64), "float32")
+            done = T.alloc_barrier(1)
+            T.copy(a, left)
+            T.copy(b, right)
+            if product == "plain":
+                T.tcgen05_gemm(left, right, result, mbar=done, clear_accum=True)
+            elif product == "two blocks":
+                T.tcgen05_gemm(left, right[:, 0:32], result, mbar=done, clear_accum=True, use_2cta=True)
+            elif product == "copied":
+                T.evaluate(T.call_intrin("void", ir.Op.get("tl.ptx_tcgen05_cp_warpx4"), 0, 0))
+            T.mbarrier_wait_parity(done, 0)
+            T.tcgen05_after_thread_sync()
+            T.copy(result, c)
+            T.deallocate_tmem(result)
+
+    return main
+
+
+def cluster_barrier() -> object:
+    """PrimFunc with a barrier that several blocks share."""
+
+    @T.prim_func
+    def main(a: T.Tensor((32,), "float32")):
+        with T.Kernel(1, threads=32):
+            T.alloc_cluster_barrier(1)
+            for i in T.Parallel(32):
+                a[i] = 0.0
+
+    return main
+
+
+@needs_compiler
+def test_a_product_in_tensor_memory() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-8, 8, shape, generator=generator).half() for shape in ((128, 64), (64, 64)))
+    c = torch.empty(128, 64)
+    compiled(sys.modules[__name__], "tensor_memory", {"product": "plain"}, "cpu")(a, b, c)
+    assert torch.equal(c, a.float() @ b.float())
+
+
+@pytest.mark.parametrize(
+    ("product", "text"),
+    [
+        ("two blocks", r"tl\.tileop\.tcgen05_gemm: its annotation 'use_2cta' has no counterpart on the C target"),
+        ("copied", r"tl\.ptx_tcgen05_cp_warpx4: this operation has no counterpart on the C target"),
+    ],
+)
+def test_what_one_thread_cannot_do_with_tensor_memory_is_refused(product: str, text: str) -> None:
+    with pytest.raises(BuildError, match=text):
+        compiled(sys.modules[__name__], "tensor_memory", {"product": product}, "cpu")
+
+
+def test_a_memory_of_several_blocks_is_refused() -> None:
+    with pytest.raises(BuildError, match=r"memory 'shared\.cluster_barrier' has no counterpart on the C target"):
+        compiled(sys.modules[__name__], "cluster_barrier", {}, "cpu")
 
 
 def test_no_operation_is_both_dropped_and_kept() -> None:

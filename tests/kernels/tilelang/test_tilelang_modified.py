@@ -210,7 +210,7 @@ def source(factory: str, **options: Any) -> str:
     """The CUDA source for sm_90a of a function with trees; no GPU is needed."""
     target = Target({"kind": "cuda", "arch": "sm_90a"})
     both = {"score": to_data(softcap(20.0)), "mask": to_data(causal() & (KV % 3 >= 1))}
-    with target, PassContext(config=cuda_passes(dense_device.block_threads(options))):
+    with target, PassContext(config=cuda_passes(dense_device, options)):
         return tilelang.lower(getattr(dense_device, factory)(**FORM, **both, causal=True, **options), target=target).kernel_source
 
 

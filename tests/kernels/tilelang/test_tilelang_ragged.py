@@ -32,7 +32,7 @@ FORM = {"dim_qk": 128, "dim_v": 128, "dtype": "float16", "causal": True, "thread
 def source(factory: str, **options: Any) -> str:
     """The CUDA source that a function of the device code lowers to for sm_90a; no GPU is needed."""
     target = Target({"kind": "cuda", "arch": "sm_90a"})
-    with target, PassContext(config=cuda_passes(ragged_device.block_threads(options))):
+    with target, PassContext(config=cuda_passes(ragged_device, options)):
         return tilelang.lower(getattr(ragged_device, factory)(**options), target=target).kernel_source
 
 
