@@ -24,7 +24,7 @@ _UNIT = 32
 _WARP, _WARPS = 32, 32
 _MOST = 64
 """Allocations that are counted; a loop that allocates without end is not followed further."""
-_WORD = 0xFFFFFFFF
+_WORD, _PREDICATES = 0xFFFFFFFF, 7
 _GUARD = re.compile(r"@(!?)(U?P\w+)\s+(.*)")
 _PLACE = re.compile(r"(U?(?:R|P)(?:\d+|Z|T))(?:\.reuse)?$")
 _GROUPS = re.compile(r"\.x(\d+)$")
@@ -141,6 +141,9 @@ def _value(text: str, values: _Values, thread: int) -> tuple[str, int] | None:
         return None if shift is None or shifted is None else (target, shifted >> shift)
     if name in ("LOP3.LUT", "ULOP3.LUT") and operands[4:5] == ["0xc0"]:
         return None if known[1] is None or known[2] is None else (target, known[1] & known[2])
+    if name == "P2R" and operands[1] == "PR" and known[3] is not None:
+        kept = {i: values.get(f"P{i}") for i in range(_PREDICATES) if known[3] >> i & 1}
+        return None if None in kept.values() else (target, sum((bit or 0) << i for i, bit in kept.items()))
     return _compared(name, operands, known, values)
 
 
@@ -176,6 +179,8 @@ def _truth(predicate: str, values: _Values) -> bool | None:
 def _written(text: str) -> Iterator[str]:
     """Places that an instruction writes: registers behind the predicates that some write as well."""
     name, operands = text.split(" ", 1)[0], _operands(text)
+    if name.startswith("R2P"):
+        yield from (f"P{i}" for i in range(_PREDICATES))
     yield from (each for each in operands[:4] if re.fullmatch(r"U?P\d", each))
     if "SETP" in name or name.startswith(_NOTHING):
         return
