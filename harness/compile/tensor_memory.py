@@ -8,6 +8,7 @@ followed. Behind a guardrail's trap, which ends the kernel, nothing is.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ _ALLOCATION, _RELEASE = "UTCATOMSWS.FIND_AND_SET", "UTCATOMSWS.AND"
 _UNIT = 32
 """Columns of one bit of an allocation's mask."""
 _WARP, _WARPS = 32, 32
+_TEXTS = 1 << 16
+"""Instructions whose parts are kept: each is read for every warp, and again in loops."""
 _MOST = 64
 """Allocations that are counted; a loop that allocates without end is not followed further."""
-_WORD = 0xFFFFFFFF
+_WORD, _PREDICATES = 0xFFFFFFFF, 7
 _GUARD = re.compile(r"@(!?)(U?P\w+)\s+(.*)")
 _PLACE = re.compile(r"(U?(?:R|P)(?:\d+|Z|T))(?:\.reuse)?$")
 _GROUPS = re.compile(r"\.x(\d+)$")
@@ -42,8 +45,12 @@ _PAIRS = re.compile(r"^(F\w+2|D\w+|CS2R)\b|\.(64|WIDE|F64)\b")
 _NOTHING = ("ST", "RED.", "UTMA", "UTCBAR", "UTCHMMA", "UTCQMMA", "ATOMS.", "SYNCS.ARRIVE", "BRA", "CALL", "NANOSLEEP")
 """Beginnings of instructions that write no register, but may name one first."""
 _MOVES, _MOVES_BY_PRODUCT = ("MOV", "UMOV", "R2UR"), ("IMAD.MOV", "IMAD.MOV.U32", "IMAD.U32")
-_Values = dict[str, int]
-"""What is known of registers and predicates (0 or 1)."""
+_AND, _OR = "0xc0", "0xfc"
+"""Tables of LOP3.LUT."""
+_Bits = tuple[int, int]
+"""The bits of a value that are known, as a mask, and those bits."""
+_Values = dict[str, _Bits]
+"""What is known of registers and of predicates (0 or 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,7 @@ class _State:
     """Numbers of allocations that are not freed."""
 
 
+@functools.lru_cache(1)
 def tensor_memory(sass: str) -> TensorMemory:
     """Read from machine code (`nvdisasm -c`) what its functions do with tensor memory; the worst of them."""
     warps = [
@@ -91,7 +99,7 @@ def _followed(function: Function, thread: int) -> TensorMemory:
         again = number in function.following[number]
         for each in function.blocks[number]:
             if _ALLOCATION in each.text and not again:
-                bits[each.address] = state.values.get(_operands(each.text)[-1])
+                bits[each.address] = _known(_operands(each.text)[-1], state.values)
             _apply(state, each, thread, again)
         last = function.blocks[number][-1].text
         unfreed |= _ends(last, state.values) and max(state.held) > 0
@@ -113,15 +121,45 @@ def _apply(state: _State, instruction: Instruction, thread: int, again: bool) ->
         held = frozenset(max(-_MOST, min(_MOST, each + change)) for each in state.held)
         state.held = held if guard is None or runs else held | state.held
     value = _value(text, state.values, thread)
+    before = {} if value is None else {value[0]: state.values.get(value[0], (0, 0))}
     for place in _written(text):
         state.values.pop(place, None)
-    if value is not None and (guard is None or runs):
-        state.values[value[0]] = value[1]
+    if value is not None:
+        place, bits = value
+        after = bits if guard is None or runs else _agreeing(bits, before[place])
+        if after[0]:
+            state.values[place] = after
 
 
-def _value(text: str, values: _Values, thread: int) -> tuple[str, int] | None:
-    """(place, value) that an instruction writes, where it is known."""
+def _value(text: str, values: _Values, thread: int) -> tuple[str, _Bits] | None:
+    """(place, value) that an instruction writes, where some of it is known."""
     name, operands = text.split(" ", 1)[0], _operands(text)
+    if name in ("LOP3.LUT", "ULOP3.LUT"):
+        return _logical(operands, values)
+    whole = _whole(name, operands, values, thread)
+    return None if whole is None else (whole[0], (_WORD, whole[1]))
+
+
+def _logical(operands: list[str], values: _Values) -> tuple[str, _Bits] | None:
+    """The `and` or `or` of two operands. ptxas keeps predicates as bits of a register with others that are not known."""
+    tested = re.fullmatch(r"U?P\d", operands[0]) is not None
+    arguments = operands[2:] if tested else operands[1:]
+    if len(arguments) < 4 or arguments[3] not in (_AND, _OR):
+        return None
+    (mask_a, a), (mask_b, b) = (_bits(each, values) for each in arguments[:2])
+    if arguments[3] == _AND:
+        # a bit that is 0 on one side is 0
+        mask, bits = mask_a & mask_b | mask_a & ~a | mask_b & ~b, a & b
+    else:
+        mask, bits = mask_a & mask_b | a | b, a | b
+    mask &= _WORD
+    if not tested:
+        return (operands[0], (mask, bits & mask)) if mask else None
+    return (operands[0], (_WORD, int(bits & mask != 0))) if bits & mask or mask == _WORD else None
+
+
+def _whole(name: str, operands: list[str], values: _Values, thread: int) -> tuple[str, int] | None:
+    """(place, value) that an instruction writes, where all of it is known."""
     if not operands:
         return None
     known = [_known(each, values) for each in operands]
@@ -139,8 +177,9 @@ def _value(text: str, values: _Values, thread: int) -> tuple[str, int] | None:
     if name in ("SHF.R.U32.HI", "USHF.R.U32.HI") and operands[1] in ("RZ", "URZ"):
         shift, shifted = known[2], known[3]
         return None if shift is None or shifted is None else (target, shifted >> shift)
-    if name in ("LOP3.LUT", "ULOP3.LUT") and operands[4:5] == ["0xc0"]:
-        return None if known[1] is None or known[2] is None else (target, known[1] & known[2])
+    if name == "P2R" and operands[1] == "PR" and known[3] is not None:
+        kept = {i: _truth(f"P{i}", values) for i in range(_PREDICATES) if known[3] >> i & 1}
+        return None if None in kept.values() else (target, sum((bit or 0) << i for i, bit in kept.items()))
     return _compared(name, operands, known, values)
 
 
@@ -164,18 +203,37 @@ def _known(operand: str, values: _Values) -> int | None:
     place = _PLACE.match(operand)
     if place is None:
         return None
-    return 0 if place[1] in ("RZ", "URZ") else values.get(place[1])
+    mask, bits = (_WORD, 0) if place[1] in ("RZ", "URZ") else values.get(place[1], (0, 0))
+    return bits if mask == _WORD else None
+
+
+def _bits(operand: str, values: _Values) -> _Bits:
+    known = _known(operand, values)
+    return values.get(operand, (0, 0)) if known is None else (_WORD, known)
+
+
+def _agreeing(one: _Bits, other: _Bits) -> _Bits:
+    """The bits that are known on both sides, and the same."""
+    mask = one[0] & other[0] & ~(one[1] ^ other[1])
+    return mask, one[1] & mask
 
 
 def _truth(predicate: str, values: _Values) -> bool | None:
     name = predicate.removeprefix("!")
-    held = 1 if name in ("PT", "UPT") else values.get(name)
+    held = 1 if name in ("PT", "UPT") else _known(name, values)
     return None if held is None else bool(held) != predicate.startswith("!")
 
 
-def _written(text: str) -> Iterator[str]:
+@functools.lru_cache(_TEXTS)
+def _written(text: str) -> tuple[str, ...]:
+    return tuple(_places(text))
+
+
+def _places(text: str) -> Iterator[str]:
     """Places that an instruction writes: registers behind the predicates that some write as well."""
     name, operands = text.split(" ", 1)[0], _operands(text)
+    if name.startswith("R2P"):
+        yield from (f"P{i}" for i in range(_PREDICATES))
     yield from (each for each in operands[:4] if re.fullmatch(r"U?P\d", each))
     if "SETP" in name or name.startswith(_NOTHING):
         return
@@ -224,18 +282,23 @@ def _joined(begins: list[_State | None], number: int, state: _State) -> bool:
     if known is None:
         begins[number] = _State(dict(state.values), state.held)
         return True
-    values = {place: value for place, value in known.values.items() if state.values.get(place) == value}
+    values = _Values()
+    for place, bits in known.values.items():
+        if (both := _agreeing(bits, state.values.get(place, (0, 0))))[0]:
+            values[place] = both
     held = known.held | state.held
-    new = len(values) < len(known.values) or held != known.held
+    new = values != known.values or held != known.held
     begins[number] = _State(values, held)
     return new
 
 
+@functools.lru_cache(_TEXTS)
 def _guarded(text: str) -> tuple[str | None, str]:
     """(the predicate that guards an instruction, or None; the instruction without it)."""
     guard = _GUARD.match(text)
     return (None, text) if guard is None else (guard[1] + guard[2], guard[3])
 
 
+@functools.lru_cache(_TEXTS)
 def _operands(text: str) -> list[str]:
     return [each.strip().removesuffix(".reuse") for each in _guarded(text)[1].partition(" ")[2].split(",") if each.strip()]

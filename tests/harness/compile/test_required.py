@@ -95,6 +95,28 @@ def test_a_thread_index_is_known_only_until_its_register_is_written() -> None:
     assert tensor_memory(code(*elsewhere)) == TensorMemory(64, False)
 
 
+KEPT = (
+    "LOP3.LUT R20, R20, 0xfffffeff, RZ, 0xc0, !PT", "@P0 LOP3.LUT R20, R20, 0x100, RZ, 0xfc, !PT", "P2R R21, PR, RZ, 0x1",
+)  # fmt: skip
+"""The first warp's predicate as a bit of a register, and as another register."""
+
+
+@pytest.mark.parametrize(
+    ("tests", "unfreed"),
+    [
+        (("LOP3.LUT P2, RZ, R20, 0x100, RZ, 0xc0, !PT",), False),
+        (("@P5 LOP3.LUT R20, R20, 0x2, RZ, 0xfc, !PT", "LOP3.LUT P2, RZ, R20, 0x100, RZ, 0xc0, !PT"), False),
+        (("@P5 LOP3.LUT R20, R20, 0x100, RZ, 0xfc, !PT", "LOP3.LUT P2, RZ, R20, 0x100, RZ, 0xc0, !PT"), True),
+        (("LOP3.LUT P2, RZ, R20, 0x102, RZ, 0xc0, !PT",), True),
+        (("ISETP.NE.AND P2, PT, R21, RZ, PT",), False),
+        (("R2P PR, R22, 0x4",), True),
+    ],
+)
+def test_predicates_kept_in_registers_are_followed(tests: tuple[str, ...], unfreed: bool) -> None:
+    lines = (*FIRST_WARP, *KEPT, *allocation("a"), *tests, "@P2 EXIT", *RELEASE, "EXIT")
+    assert tensor_memory(code(*lines)) == TensorMemory(64, unfreed)
+
+
 PRODUCTS = (
     "@UP1 UTCHMMA gdesc[UR16], gdesc[UR10], tmem[UR18], tmem[UR8], idesc[UR9], !UPT", "@UP0 UTCBAR [UR16], URZ",
     "@UP1 UTCHMMA.WS gdesc[UR14], gdesc[UR10], tmem[UR16], tmem[UR8], idesc[UR9], !UPT", "@UP0 UTCBAR [UR16], URZ",
