@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 
 from support.role_kernels import program
 
-from attnfuzz.harness.campaign.corpus import CaseFile, StoredFinding  # noqa: E402
-from attnfuzz.harness.repro.script.script import unshown  # noqa: E402
-from attnfuzz.harness.repro.script.short import why_not_short  # noqa: E402
+from attnfuzz.harness.campaign.corpus import CaseFile, StoredFinding
+from attnfuzz.harness.repro.script.script import unshown
+from attnfuzz.harness.repro.script.short import why_not_short
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
