@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         why_unsupported,
     )
     from attnfuzz.kernels.errors import BadArgument
-    from attnfuzz.kernels.lowering import Lowers, MachineCode, Unit
+    from attnfuzz.kernels.lowering import Lowers, MachineCode, Required, Unit
     from attnfuzz.kernels.problem import Layout, Needs, Problem
     from attnfuzz.kernels.registry import get, names, register
     from attnfuzz.kernels.support.process_setup import ProcessSetup
@@ -40,6 +40,7 @@ __all__ = [
     "Outputs",
     "Problem",
     "ProcessSetup",
+    "Required",
     "Unit",
     "attention",
     "attention_padded",
@@ -61,7 +62,7 @@ if not TYPE_CHECKING:
             "attnfuzz.kernels.torch.autograd": "attention attention_padded attention_varlen",
             "attnfuzz.kernels.contract": "BuildError Built Capabilities Config Deviations Inputs Kernel Outputs why_unsupported",
             "attnfuzz.kernels.errors": "BadArgument",
-            "attnfuzz.kernels.lowering": "Lowers MachineCode Unit",
+            "attnfuzz.kernels.lowering": "Lowers MachineCode Required Unit",
             "attnfuzz.kernels.problem": "Layout Needs Problem",
             "attnfuzz.kernels.registry": "get names register",
             "attnfuzz.kernels.support.process_setup": "ProcessSetup",

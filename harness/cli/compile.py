@@ -57,6 +57,7 @@ _MOST_REASONS = 3
 )
 @click.option("--write", "written", metavar="FILE", help="Write the table to FILE, for a later --baseline.")
 @click.option("--markdown", metavar="FILE", help="Write the table as Markdown, between the marks of an existing page.")
+@click.option("--by-config", is_flag=True, help="In --markdown, a line for each function and Config [default: for each dtype].")
 @click.option(
     "--case",
     metavar="FILE",
@@ -77,6 +78,7 @@ def compile_command(
     baseline: str | None,
     written: str | None,
     markdown: str | None,
+    by_config: bool,
     case: str | None,
     owner: str | None,
     like: str | None,
@@ -96,6 +98,8 @@ def compile_command(
     corpus = Corpus(Path(out) / "compile")
     corpus.check()
     archs = None if arch is None else _architectures(arch)
+    if by_config and markdown is None:
+        raise reject("by-config", True, "it is how --markdown has its lines, and there is none", "give --markdown FILE too")
     if owner is not None and case is None:
         kernels = (*kernels, owner)
     kernels = with_like(kernels, like) if case is None else kernels
@@ -226,7 +230,9 @@ def _write(targets: dict[str, Path], rows: Sequence[Row], left: Sequence[Left], 
             compiling_baseline.write(targets["write"], rows, compilers)
     if "markdown" in targets:
         page = targets["markdown"]
-        write_file(page, placed(page.read_text(encoding="utf-8"), markdown(rows, left, compilers, _command())), "markdown")
+        by_config = click.get_current_context().params["by_config"]
+        table = markdown(rows, left, compilers, _command(), by_config=by_config)
+        write_file(page, placed(page.read_text(encoding="utf-8"), table, _command()), "markdown")
 
 
 def _command() -> str:
@@ -236,8 +242,7 @@ def _command() -> str:
     for name, option in (("arch", "--arch"), ("most", "--max")):
         if context.params[name] is not None:
             words += [option, str(context.params[name])]
-    if context.params["cover"]:
-        words.append("--cover")
+    words += [f"--{name.replace('_', '-')}" for name in ("cover", "by_config") if context.params[name]]
     return shlex.join(words)
 
 

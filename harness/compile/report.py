@@ -22,7 +22,8 @@ __all__ = ["Progressing", "markdown", "placed", "show", "show_compared"]
 
 _EVERY = 20.0
 """Seconds between two lines of progress without a terminal."""
-_BEGIN, _END = "<!-- attnfuzz compile -->", "<!-- end of attnfuzz compile -->"
+_ALL = "attnfuzz compile"
+"""The command whose marks any table may take, in a page without its own."""
 _MOST_FAILURES = 20
 """Failures that are printed in full."""
 _SPILLING = 12
@@ -145,10 +146,9 @@ def show(console: Console, rows: Sequence[Row], left: Sequence[Left]) -> None:
 
 
 def _show_failure(console: Console, row: Row) -> None:
-    config = " ".join(f"{name}={value}" for name, value in row.config.items())
     title = f"{escape(row.kernel)} {escape(row.function) or 'all functions'} for {escape(row.arch)}"
     console.print(f"\n[red]{title}[/]: {escape(row.kind or '')}", highlight=False)
-    console.print(f"   {row.key}\n   config {config}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"   {row.key}\n   config {_config(row)}", highlight=False, soft_wrap=True, markup=False)
     for line in (row.error or "").splitlines():
         console.print(f"   {line}", highlight=False, soft_wrap=True, markup=False)
     if row.case:
@@ -180,19 +180,15 @@ def show_compared(console: Console, compared: Compared) -> None:
     console.print(f"{verdict} {escape(compared.baseline)}; {more}", highlight=False, soft_wrap=True)
 
 
-def markdown(rows: Sequence[Row], left: Sequence[Left], versions: dict[str, str], command: str) -> str:
-    """Return the table by kernel, architecture and dtype, the worst of each; the largest spills; the failures."""
-    lines = [
-        f"`{command}`, with {', '.join(f'{name} {version}' for name, version in versions.items())}:",
-        "",
-        _line("kernel", "arch", "dtype", "dims", "Configs", *_FIGURES),
-        _line(*["---"] * (5 + len(_FIGURES))),
-    ]
-    for each in _grouped(rows, lambda row: (row.kernel, row.arch, row.dtype)):
-        dims = list(dict.fromkeys(row.dims for row in each.rows))
-        text = "; ".join(f"{qk}, {v}" for qk, v in dims) if len(dims) <= _FEW_DIMS else f"{len(dims)} pairs"
-        configs = {tuple(row.config.items()) for row in each.rows}
-        lines.append(_line(*each.of, text, str(len(configs)), *_cells(each)))
+def markdown(
+    rows: Sequence[Row], left: Sequence[Left], versions: dict[str, str], command: str, *, by_config: bool = False
+) -> str:
+    """Return the table by kernel, architecture and dtype, the worst of each; the largest spills; the failures.
+
+    `by_config`: by kernel, architecture, function and Config.
+    """
+    lines = [f"`{command}`, with {', '.join(f'{name} {version}' for name, version in versions.items())}:", ""]
+    lines += _by_config(rows) if by_config else _by_dtype(rows)
     spilling = sorted((each for each in rows if each.spills), key=lambda row: -(row.spills or 0))
     if spilling:
         lines += [
@@ -202,9 +198,8 @@ def markdown(rows: Sequence[Row], left: Sequence[Left], versions: dict[str, str]
         ]
         lines += [_line("kernel", "arch", "function", "dtype", "dims", "spills, B", "Config"), _line(*["---"] * 7)]
     for row in spilling[:_SPILLING]:
-        config = " ".join(f"{name}={value}" for name, value in row.config.items())
         pair = f"{row.dims[0]}, {row.dims[1]}"
-        lines.append(_line(row.kernel, row.arch, row.function, row.dtype, pair, str(row.spills), config))
+        lines.append(_line(row.kernel, row.arch, row.function, row.dtype, pair, str(row.spills), _config(row)))
     failed = [each for each in rows if not each.ok]
     lines += ["", f"{counted(len(rows), 'function')}, {len(failed)} failed."]
     for error, group in _by_error(failed).items():
@@ -219,11 +214,39 @@ def markdown(rows: Sequence[Row], left: Sequence[Left], versions: dict[str, str]
     return printable("\n".join(lines)) + "\n"
 
 
-def placed(text: str, table: str) -> str:
-    """Return `text`, a page of docs, with `table` between its marks; `table` alone if it has none."""
-    before, begun, rest = text.partition(_BEGIN)
-    _, ended, after = rest.partition(_END)
-    return f"{before}{_BEGIN}\n\n{table}\n{_END}{after}" if begun and ended else table
+def _by_dtype(rows: Sequence[Row]) -> list[str]:
+    lines = [_line("kernel", "arch", "dtype", "dims", "Configs", *_FIGURES), _line(*["---"] * (5 + len(_FIGURES)))]
+    for each in _grouped(rows, lambda row: (row.kernel, row.arch, row.dtype)):
+        configs = {tuple(row.config.items()) for row in each.rows}
+        lines.append(_line(*each.of, _dims(each), str(len(configs)), *_cells(each)))
+    return lines
+
+
+def _by_config(rows: Sequence[Row]) -> list[str]:
+    lines = [_line("kernel", "arch", "function", "Config", "dims", *_FIGURES), _line(*["---"] * (5 + len(_FIGURES)))]
+    for each in _grouped(rows, lambda row: (row.kernel, row.arch, row.function or "all", _config(row))):
+        lines.append(_line(*each.of, _dims(each), *_cells(each)))
+    return lines
+
+
+def _dims(each: _Worst) -> str:
+    dims = list(dict.fromkeys(row.dims for row in each.rows))
+    return "; ".join(f"{qk}, {v}" for qk, v in dims) if len(dims) <= _FEW_DIMS else f"{len(dims)} pairs"
+
+
+def _config(row: Row) -> str:
+    return " ".join(f"{name}={value}" for name, value in row.config.items())
+
+
+def placed(text: str, table: str, command: str) -> str:
+    """Return `text`, a page of docs, with `table` between the marks of its command, or else of all; alone if it has neither."""
+    for marked in (command, _ALL):
+        begin, end = f"<!-- {marked} -->", f"<!-- end of {marked} -->"
+        before, begun, rest = text.partition(begin)
+        _, ended, after = rest.partition(end)
+        if begun and ended:
+            return f"{before}{begin}\n\n{table}\n{end}{after}"
+    return table
 
 
 def _by_error(failed: Sequence[Row]) -> dict[str, list[Row]]:

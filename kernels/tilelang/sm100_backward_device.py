@@ -18,9 +18,9 @@ accumulators in tensor memory, transposed (keys are rows) but dQ:
     S = K Q^T    dP = V dO^T    dV += P dO    dK += dS Q    dQ = dS^T K
 
 Each product has an mbarrier of its own and completes on it once per step, so that step t (from 0) waits for parity t % 2. What a
-product reads or writes is touched again only behind that wait, as the comments at the waits say. Threads store operands by the
-generic proxy, which `_publish` orders before the products. `ss`: P and dS in shared memory. `ts`: P and dS as left operands in
-tensor memory; dQ takes dS transposed, which only shared memory can give.
+product reads or writes is touched again only behind that wait, as the comments at the waits say. Threads store operands and
+results by the generic proxy, which `_publish` orders before the products and copies that take them. `ss`: P and dS in shared
+memory. `ts`: P and dS as left operands in tensor memory; dQ takes dS transposed, which only shared memory can give.
 """
 
 # No `from __future__ import annotations`: TileLang evaluates the annotations of a PrimFunc as it builds it.
@@ -149,7 +149,7 @@ def _backward(
 
     @T.macro
     def _publish():
-        """Make what all threads stored or read visible to the products that follow, which one warp issues."""
+        """Make what all threads stored or read visible to the products and copies that follow, which one thread issues."""
         T.fence_proxy_async()
         T.tcgen05_before_thread_sync()
         T.sync_threads()
@@ -268,6 +268,7 @@ def _backward(
                 _wait(dq_done, step)
                 T.copy(dq_acc, dq)
                 T.copy(dq, dq_tile)
+                _publish()
                 T.atomic_add(dQ[seq, row_0 : row_0 + tile_m, head, 0:dim_qk], dq_tile, annotations=BY_TMA)
                 # q_tile, do_tile and both operands are overwritten in the next step, the accumulators read after the last
                 _wait(dv_done, step)
@@ -278,6 +279,7 @@ def _backward(
             for j, d in T.Parallel(tile_n, dim_qk):
                 dk[j, d] = dk[j, d] * scale
             T.copy(dk, dk_tile)
+            _publish()
             if grouped:
                 T.atomic_add(dK[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_qk], dk_tile, annotations=BY_TMA)
                 T.atomic_add(dV[seq, key_0 : key_0 + tile_n, kv_head, 0:dim_v], dv_tile, annotations=BY_TMA)

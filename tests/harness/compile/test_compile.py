@@ -165,6 +165,7 @@ def test_a_missing_compiler_is_said_and_the_rest_compiled(tmp_path: Path) -> Non
         (("--kernel", "no.kernel"), "no kernel of that name"),
         (("--deadline", "soon"), "deadline='soon'"),
         (("no.kernel",), "no kernel of that name"),
+        (("--by-config",), "by-config=True: it is how --markdown has its lines, and there is none; give --markdown FILE too"),
     ],
 )
 def test_wrong_use_is_known_before_anything_is_compiled(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

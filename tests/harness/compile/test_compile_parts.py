@@ -11,7 +11,7 @@ from attnfuzz.harness.compile.baseline import FORMAT, Baseline, compare
 from attnfuzz.harness.compile.child import cut
 from attnfuzz.harness.compile.compile import Row, jobs_of, planned
 from attnfuzz.harness.compile.figures import figures_of, rank
-from attnfuzz.harness.compile.report import placed
+from attnfuzz.harness.compile.report import markdown, placed
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.lowering import Lowers, MachineCode, capability, shared_limit
@@ -148,10 +148,37 @@ def test_better_is_not_worse() -> None:
 
 def test_a_table_goes_between_the_marks_of_a_page() -> None:
     page = "# Title\n<!-- attnfuzz compile -->\nold\n<!-- end of attnfuzz compile -->\nmore\n"
-    once = placed(page, "| new |\n")
+    command = "attnfuzz compile --cover"
+    once = placed(page, "| new |\n", command)
     assert once == "# Title\n<!-- attnfuzz compile -->\n\n| new |\n\n<!-- end of attnfuzz compile -->\nmore\n"
-    assert placed(once, "| new |\n") == once
-    assert placed("something else", "| new |\n") == "| new |\n"
+    assert placed(once, "| new |\n", command) == once
+    assert placed("something else", "| new |\n", command) == "| new |\n"
+
+
+def test_a_table_goes_between_the_marks_of_its_own_command_first() -> None:
+    of_all, of_a = ("<!-- attnfuzz compile -->", "<!-- end of attnfuzz compile -->"), ("<!-- attnfuzz compile a -->",)
+    page = "\n".join((*of_all, *of_a, "<!-- end of attnfuzz compile a -->"))
+    ours = placed(page, "| a |", "attnfuzz compile a").splitlines()
+    assert ours == [*of_all, *of_a, "", "| a |", "<!-- end of attnfuzz compile a -->"]
+    others = placed(page, "| b |", "attnfuzz compile b").splitlines()
+    assert others == [of_all[0], "", "| b |", of_all[1], *of_a, "<!-- end of attnfuzz compile a -->"]
+
+
+def test_a_line_for_each_function_and_config() -> None:
+    rows = [
+        row(config={"tile": 64}, dims=(64, 64), registers=90, tensor_columns=352, instructions=2000),
+        row(config={"tile": 64}, dims=(32, 32), registers=80, tensor_columns=128, instructions=2400),
+        row(config={"tile": 32}, dims=(32, 32)),
+        row(config={"tile": 32}, dims=(32, 32), function="backward"),
+    ]
+    lines = markdown(rows, [], {"nvcc": "13"}, "attnfuzz compile k --by-config", by_config=True).splitlines()
+    assert lines[0] == "`attnfuzz compile k --by-config`, with nvcc 13:"
+    assert [line.split(" | ")[2:5] for line in lines[4:7]] == [
+        ["backward", "tile=32", "32, 32"], ["forward", "tile=32", "32, 32"], ["forward", "tile=64", "64, 64; 32, 32"],
+    ]  # fmt: skip
+    assert "| 2 | 0 | 90 | 0 |" in lines[6]
+    assert "| 352 of 512 | 2400 |" in lines[6]
+    assert len(markdown(rows, [], {"nvcc": "13"}, "attnfuzz compile k").splitlines()) == len(lines) - 2
 
 
 def test_errors_are_cut_to_what_matters() -> None:
