@@ -79,7 +79,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("values", itertools.product(*CHOICES.values()), ids=str)
+@pytest.mark.parametrize("values", list(itertools.product(*CHOICES.values())), ids=str)
 def test_exploration_agrees_with_a_walk_through_everything(values: tuple[Any, ...]) -> None:
     block = program(1, **dict(zip(CHOICES, values, strict=True)))
     _, kinds = everything(block)
