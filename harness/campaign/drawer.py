@@ -17,6 +17,9 @@ from attnfuzz.strategies.shapes import Variant
 
 __all__ = ["Drawer", "Drawn", "draw_round"]
 
+_SHAPES = 12
+"""Shapes of a round, at least, where it has so many Cases."""
+
 
 def draw_round(
     strategy: st.SearchStrategy[Case], seed: int, round_: Round, values: int = 1, takes: Callable[[Case], bool] = lambda _: True
@@ -27,12 +30,14 @@ def draw_round(
         strategy: of the kernel's Cases.
         seed: of the kernel's run.
         round_: which round, and how many.
-        values: how many Cases share a shape.
+        values: how many Cases share a shape; fewer where a round of few Cases would have few shapes.
         takes: whether the kernel takes a Case that has the shape of a drawn one, with other values.
     """
     seed = seed * 7919 + round_.number
-    shapes = drawn(strategy, seed=seed, examples=EXAMPLES, quota=-(-round_.quota // values))
-    return with_other_values(shapes, values, seed, takes)[: round_.quota]
+    values = max(1, min(values, round_.quota // _SHAPES))
+    shapes = drawn(strategy, seed=seed, examples=EXAMPLES, quota=1 + -(-(round_.quota - 1) // values))
+    # Each round begins with the simplest Case, which is enough of its shape.
+    return [*shapes[:1], *with_other_values(shapes[1:], values, seed, takes)][: round_.quota]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from attnfuzz.kernels.adapters.adapted import Adapted, AdaptedTriton
 from attnfuzz.kernels.adapters.call import Call
-from attnfuzz.kernels.adapters.declared import checked, of_shapes
+from attnfuzz.kernels.adapters.declared import check_options, checked, of_shapes
 from attnfuzz.kernels.adapters.lse_form import DenseLse, LseForm, RaggedLse
 from attnfuzz.kernels.adapters.reached import triton_files
 from attnfuzz.kernels.adapters.signature import read, source_files
@@ -181,6 +181,10 @@ def _adapted(
     process: ProcessSetup | None,
     capabilities: dict[str, Any],
 ) -> Adapted:
+    check_options(
+        name=name, backend=backend, configs=configs, files=files, layout=call.layout, lse=call.lse, backward=call.own_backward,
+        gradients=call.by_autograd, lse_has_sinks=call.lse_has_sinks, sinks_in_dtype=call.sinks_in_dtype,
+    )  # fmt: skip
     name = call.signature.name if name is None else name
     if not name or any(each.isspace() or each in ":/" for each in name):
         raise reject("name", name, "a kernel's name has no spaces, colons or slashes", "give a dotted one, such as mine.flash")

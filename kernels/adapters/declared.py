@@ -1,8 +1,10 @@
-"""Capabilities that the caller of an adapter declares: their types and smallest values, and what a pool of shapes shows."""
+"""What the caller of an adapter gives, options and capabilities: types and smallest values, and what a pool of shapes shows."""
 
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,11 +12,50 @@ import msgspec
 from attnfuzz.kernels.contract import Capabilities
 from attnfuzz.kernels.errors import reject
 
-__all__ = ["checked", "of_shapes"]
+__all__ = ["check_options", "checked", "of_shapes"]
 
 _LEAST = dict.fromkeys(
     ("multiple_q", "multiple_k", "batch_max", "heads_max", "length_max", "min_seqlen_k", "dim_multiple", "window_multiple"), 1
 )
+_LAYOUTS = ("bshd", "bhsd", "thd")
+
+
+def check_options(
+    *,
+    name: object,
+    backend: object,
+    configs: object,
+    files: object,
+    layout: object,
+    lse: object,
+    backward: object,
+    **flags: object,
+) -> None:
+    """Check the forms of an adapter's options; `flags` are True or False.
+
+    Raises:
+        BadArgument: one has another form than the adapter documents.
+    """
+    for option, text, remedy in (
+        ("name", name, "give a dotted one, such as mine.flash"),
+        ("backend", backend, 'leave it out, or give "triton" or "torch"'),
+    ):
+        if text is not None and not isinstance(text, str):
+            raise reject(option, text, "it is no text", remedy)
+    if layout not in _LAYOUTS:
+        raise reject("layout", layout, "q has no such order", "use 'bshd' or 'bhsd'")
+    if not (isinstance(lse, bool) or lse == "auto"):
+        remedy = "say True where LSE always comes second in the result, False where it never does"
+        raise reject("lse", lse, "it is neither True, False nor 'auto'", remedy)
+    if backward is not None and not callable(backward):
+        raise reject("backward", backward, "it cannot be called", "give a function of dO, q, k, v, o and LSE")
+    for option, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise reject(option, flag, "it is neither True nor False", "give one of them")
+    if not isinstance(configs, Sequence):
+        raise reject("configs", configs, "it is no sequence", "give a tuple of dicts, the default first: ({}, {'tile_m': 128})")
+    if isinstance(files, str) or not (isinstance(files, Sequence) and all(isinstance(each, str | os.PathLike) for each in files)):
+        raise reject("files", files, "it is no sequence of paths", "give a tuple of them: ('device.py',)")
 
 
 def checked(declared: dict[str, Any]) -> dict[str, Any]:

@@ -185,6 +185,25 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "score functions": (lambda: dense(support.flash, score_mod=True), "these adapters pass no functions"),
     "no config": (lambda: dense(support.flash, configs=()), "a kernel has at least its default"),
     "an unknown choice": (lambda: dense(support.flash, configs=({"stages": 2},)), "flash has no such parameter"),
+    "a config that is no sequence": (
+        lambda: dense(support.flash, configs=5),
+        "configs=5: it is no sequence; give a tuple of dicts",
+    ),
+    "a name that is no text": (lambda: dense(support.flash, name=3), "name=3: it is no text; give a dotted one"),
+    "a backend that is no text": (lambda: dense(support.flash, backend=3), "backend=3: it is no text; leave it out"),
+    "an unknown layout": (
+        lambda: dense(support.flash, layout="sbhd"),
+        "layout='sbhd': q has no such order; use 'bshd' or 'bhsd'",
+    ),
+    "an unknown word for LSE": (lambda: dense(support.flash, lse="always"), "lse='always': it is neither True, False nor 'auto'"),
+    "gradients by a word": (lambda: dense(support.flash, gradients="no"), "gradients='no': it is neither True nor False"),
+    "a backward that is no function": (lambda: dense(support.flash, backward=True), "backward=True: it cannot be called"),
+    "sinks by a word": (
+        lambda: varlen(support.flash_varlen, sinks_in_dtype="no"),
+        "sinks_in_dtype='no': it is neither True nor False",
+    ),
+    "one file": (lambda: dense(support.flash, files="flash.py"), "files='flash.py': it is no sequence of paths; give a tuple"),
+    "a file that is no path": (lambda: dense(support.flash, files=(3,)), "files=(3,): it is no sequence of paths; give a tuple"),
     "a name with a colon": (lambda: dense(support.flash, name="a:b"), "a kernel's name has no spaces, colons or slashes"),
     "no source": (lambda: dense(eval("lambda q, k, v: q")), "name the files that make it up"),
 }

@@ -51,14 +51,24 @@ def test_only_where_each_shape_compiles(declared: bool, device: str, values: int
     assert values_of_a_shape(can, device) == values  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("quota", [100, 50, 3])
-def test_a_round_has_its_number_of_cases_of_an_eighth_of_the_shapes(quota: int) -> None:
+@pytest.mark.parametrize(("quota", "shapes"), [(100, 14), (50, 14), (20, 20), (3, 3)])
+def test_a_round_has_its_number_of_cases_and_few_have_a_shape_each(quota: int, shapes: int) -> None:
+    cases = [each for number in range(3) for each in round_of(number, quota)]
+    assert [len({each.id for each in cases[at : at + quota]}) for at in range(0, len(cases), quota)] == [quota] * 3
+    assert len({shape_of(each) for each in cases[quota : 2 * quota]}) == shapes
+
+
+def test_the_simplest_case_with_which_each_round_begins_is_alone_of_its_shape() -> None:
+    cases = [each for number in range(4) for each in round_of(number, 100)]
+    assert [shape_of(each) for each in cases].count(shape_of(cases[0])) == 4
+
+
+def round_of(number: int, quota: int) -> list[Case]:
+    """Cases of a round on a GPU."""
     kernel = registry.get(SLOW)
     settings = Settings(device="cuda", seed=3)
     plan = plan_of(kernel, settings)
-    cases = draw_round(cases_of(kernel, plan, settings), plan.seed, Round(2, quota, quota), plan.values)
-    assert len({each.id for each in cases}) == quota
-    assert len({shape_of(each) for each in cases}) == -(-quota // 8)
+    return draw_round(cases_of(kernel, plan, settings), plan.seed, Round(number, quota, quota), plan.values)
 
 
 @pytest.mark.parametrize("name", ["released.fla.parallel", "released.flag_gems.varlen", "released.liger.neighborhood"])

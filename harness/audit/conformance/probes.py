@@ -16,7 +16,7 @@ from attnfuzz.harness.isolation.tasks import kernel_of
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
 from attnfuzz.harness.judge.judge import judge, truth
 from attnfuzz.harness.trial.build import build_kernel
-from attnfuzz.harness.trial.errors import describe_exception
+from attnfuzz.harness.trial.errors import describe_exception, may_catch
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import copied, launch, split
 from attnfuzz.harness.trial.poison import Bands
@@ -60,7 +60,9 @@ def _has_graph(kernel: Kernel, case: Case, device: Device) -> bool | None:
     try:
         ready = build_kernel(kernel, case.problem, case.config, device)
         ready.forward(materialise(case.problem, case.recipe, device).for_kernel())
-    except Exception:  # a Trial reports it
+    except BaseException as error:  # a Trial reports it
+        if not may_catch(error):
+            raise
         return None
     return ready.has_graph if isinstance(ready, Running) else None
 
@@ -92,7 +94,9 @@ def _settings(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], st
             before = _state()
             try:
                 outputs = _called(ready, copies, device)
-            except Exception as error:  # that is the result
+            except BaseException as error:  # that is the result
+                if not may_catch(error):
+                    raise
                 wrong.append(f"with {name} it raised {describe_exception(error)}")
                 continue
             changed = [what for what, value in _state().items() if not _same(value, before[what])]
@@ -199,6 +203,8 @@ def _arguments(kernel: Kernel, case: Case, device: Device) -> tuple[list[str], s
             if not str(error).strip():
                 wrong.append(f"for {what} build raised {type(error).__name__} without a message")
         except BaseException as error:  # that is the result
+            if not may_catch(error):
+                raise
             wrong.append(f"for {what} build raised {describe_exception(error)}")
         else:
             wrong.append(f"build takes {what}, which supports refuses")
@@ -231,7 +237,9 @@ def _widened(kernel: Kernel, case: Case, device: Device, fields: dict[str, Any])
         if reason := wide.supports(case.problem, case.config, device):
             return {"wrong": [reason], "right": ""}
         verdict = run_trial(case, device)
-    except Exception as error:  # beyond what is declared, an error breaks nothing
+    except BaseException as error:  # beyond what is declared, an error breaks nothing
+        if not may_catch(error):
+            raise
         return {"wrong": [describe_exception(error)], "right": ""}
     finally:
         if local:

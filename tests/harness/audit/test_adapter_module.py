@@ -45,6 +45,10 @@ class Holder:
 def plain(q, k, v):
     assert q.shape == k.shape and q.shape[-1] == 64 and q.dtype != torch.float32
     return attention(q, k, v).detach()
+
+
+def ends(q, k, v):
+    raise SystemExit(3)
 """
 
 
@@ -150,6 +154,7 @@ def test_a_file_that_no_module_can_import_is_named_by_its_path() -> None:
         ("acme_module.py:plain:dense(groups=None)", "acme_module.py:plain:dense(groups=None, gradients=False)"),
         ("acme_module.py:plain:dense(gradients=True)", None),
         ("acme_module.py:attention:dense", None),
+        ("acme_module.py:ends:dense", None),
         ("torch.reference_cpu", None),
     ],
 )

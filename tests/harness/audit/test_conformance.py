@@ -216,6 +216,12 @@ def default_device(_: Any, o: Any, lse: Any) -> Any:
     return o + torch.zeros(1, dtype=o.dtype), lse
 
 
+def exits(_: Any, o: Any, lse: Any) -> Any:
+    if torch.get_default_dtype() == torch.float64:
+        raise SystemExit(3)
+    return o, lse
+
+
 def dropout(_: Any, o: Any, lse: Any) -> Any:
     return o * (1 + 1e-12 * torch.rand(1, dtype=torch.float64).item()), lse
 
@@ -258,6 +264,7 @@ DONE: dict[str, tuple[Any, str, str]] = {
     "wrong dK": (Planted.calling(None, double_dk), "gradients", "dK: "),
     "torch's default dtype": (Planted.calling(default_dtype), SETTINGS, "LSE has dtype torch.float64"),
     "torch's default device": (Planted.calling(default_device), SETTINGS, "with set_default_device('meta') it raised"),
+    "a setting that ends it": (Planted.calling(exits), SETTINGS, "with set_default_dtype(float64) it raised SystemExit: 3"),
     "torch's generator": (Planted.calling(dropout), SETTINGS, "it changes the state of torch's generator"),
     "a default that it leaves": (Planted.calling(leaves_a_dtype), SETTINGS, "it changes torch's default dtype"),
     "the grad mode": (Planted.calling(grad_mode), "O and LSE", "O: "),
