@@ -50,6 +50,7 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
     "repro: no run": (("repro", "plain.json", *ON_CPU, "--repeat", "0"), "repeat=0: must be positive"),
     "selftest faults: no such": (("selftest", "faults", "none", *ON_CPU), "fault='none': no such fault kernel"),
     "selftest memory: no such": (("selftest", "memory", "none"), "fault='none': no such fault"),
+    "selftest barriers: no such": (("selftest", "barriers", "none"), "fault='none': no such fault"),
     "gate: no Cases": (("gate", "--base", "HEAD", *ON_CPU, "--cases", "0"), "cases=0: must be 6 or more"),
     "gate: no Case of the campaign": (("gate", "--base", "HEAD", *ON_CPU, "--max-examples", "0"), "max_examples=0: must be pos"),
     "gate: no checkout": (("gate", "--base", "HEAD", *ON_CPU), "it is not in a git checkout"),

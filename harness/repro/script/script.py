@@ -97,6 +97,8 @@ def unshown(stored: CaseFile, device: Device) -> str | None:
         return f"the Case {needs_earlier(case)}, and this script makes its own calls alone: only `attnfuzz repro` shows more"
     if case.check in RELATIONS or kind == "relation":
         return f"the Case compares related calls (check {case.check}); this script makes one: only `attnfuzz repro` shows more"
+    if case.check == "protocol":
+        return "the Case runs as warp roles under a schedule; this script makes a plain call: only `attnfuzz repro` shows more"
     if kind == "aggregate":
         return "no element is beyond its own budget, only all of them together: only `attnfuzz repro` shows that"
     if kind == "uninitialised" or (kind in _CHECKED and device == "cuda"):

@@ -122,6 +122,8 @@ def why_not_short(stored: CaseFile) -> str | None:
         return f"the Case {needs_earlier(case)}; a short script makes one call"
     if case.check in RELATIONS:
         return f"the Case compares related calls (check {case.check}); a short script makes one"
+    if case.check == "protocol":
+        return "the Case runs as warp roles under a schedule; a short script makes a plain call"
     if case.check in CALLS:
         return f"the failure needs calls before (check {case.check}); a short script makes one"
     if identity is not None and identity.kind in _WHY_NOT_KIND:

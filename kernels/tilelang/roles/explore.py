@@ -61,13 +61,15 @@ def explore(program: BlockProgram, executions: int = _MOST_EXECUTIONS, states: i
     census = count_states(program, states)
     while count < executions:
         count += 1
-        machine = Machine(program)
+        machine = None
         try:
+            machine = Machine(program)
             for node in nodes:
                 machine.take(node.turn)
             _continue(machine, nodes)
         except ProtocolFault as fault:
-            return Exploration(count, complete=False, census=census, fault=fault, schedule=_schedule(program, machine.taken))
+            schedule = () if machine is None else _schedule(program, machine.taken)
+            return Exploration(count, complete=False, census=census, fault=fault, schedule=schedule)
         if not _next(nodes):
             return Exploration(count, complete=True, census=census)
     return Exploration(count, complete=False, census=census)

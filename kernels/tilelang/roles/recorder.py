@@ -56,6 +56,8 @@ def record_block(
 
 def _groups(translation: Translation, own: _Block, block: tuple[int, int, int], numbers: dict[str, Any]) -> list[Any]:
     """Return the threads of each role: the warps that share their computation, or without any all their steps."""
+    if not translation.branches:
+        return [np.arange(translation.threads)]
     by_steps: dict[tuple[Any, ...], list[int]] = {}
     warps = [np.arange(first, min(first + WARP, translation.threads)) for first in range(0, translation.threads, WARP)]
     for number, threads in enumerate(warps):

@@ -78,6 +78,8 @@ class Translation:
     """Names bound to the extents of parameters: name, position, axis."""
     written: set[int] = field(default_factory=set)
     """Positions of the parameters that are written."""
+    branches: bool = True
+    """Whether threads take different branches; else there is one role."""
 
 
 def translated(func: Any) -> Translation:
@@ -121,6 +123,7 @@ class _Translator:
         """Conditions of the parallel loops around the current statement, as functions of the Memory."""
         self.known: set[str] = set()
         self.contents = _variables_of_contents(func)
+        self.branches = False
 
     def translation(self) -> Translation:
         """Translate the function."""
@@ -140,6 +143,7 @@ class _Translator:
             numbers=numbers,
             extents=extents,
             written=self.written,
+            branches=self.branches,
         )
 
     def _name(self) -> str:
@@ -299,6 +303,7 @@ class _Translator:
         self.masks.pop()
 
     def _by_threads(self, condition: str, body: Any) -> None:
+        self.branches = True
         self.out(f"if R.enter({condition}):")
         self._nested("pass", body, "pass")
         self.out("R.leave()")

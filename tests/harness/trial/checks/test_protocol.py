@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
@@ -10,6 +12,9 @@ pytest.importorskip("torch")
 
 from support.role_kernels import program
 
+from attnfuzz.harness.campaign.corpus import CaseFile, StoredFinding
+from attnfuzz.harness.repro.script.script import unshown
+from attnfuzz.harness.repro.script.short import why_not_short
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
@@ -89,3 +94,9 @@ def test_who_cannot_run_it_says_why() -> None:
     reason = why_not_case(other, replace(CASE, kernel=other.name, problem=single, config=other.configs(single)[0]), "cpu")
     assert reason == "check='protocol': the kernel has no method `protocol`, which executes its warp roles"
     assert "device cpu" in (why_not_case(WASP, CASE, "cuda") or "")
+
+
+def test_a_script_makes_a_plain_call_and_says_so() -> None:
+    stored = CaseFile(replace(CASE, schedule=(1,)), StoredFinding.read({}), Path("case.json"))
+    assert (why_not_short(stored) or "").startswith("the Case runs as warp roles under a schedule")
+    assert (unshown(stored, "cpu") or "").startswith("the Case runs as warp roles under a schedule")

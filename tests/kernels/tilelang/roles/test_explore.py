@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 
 pytest.importorskip("tilelang")
@@ -22,8 +25,8 @@ def everything(block: BlockProgram) -> tuple[int, set[str]]:
     count, kinds, stack = 0, set[str](), [list[Turn]()]
     while stack:
         turns = stack.pop()
-        machine = Machine(block)
         try:
+            machine = Machine(block)
             for turn in turns:
                 machine.take(turn)
             options = machine.options()
@@ -65,6 +68,24 @@ def test_a_fault_of_few_interleavings_is_found() -> None:
     with pytest.raises(ProtocolFault) as caught:
         Machine(block).run(done.schedule)
     assert caught.value.kind == "wrong-bytes"
+
+
+CHOICES = {
+    "wait_full": (True, False),
+    "wait_free": (True, False),
+    "shift": (0, 1),
+    "halves": (False, True),
+    "more_bytes": (0, 64),
+}
+
+
+@pytest.mark.parametrize("values", list(itertools.product(*CHOICES.values())), ids=str)
+def test_exploration_agrees_with_a_walk_through_everything(values: tuple[Any, ...]) -> None:
+    block = program(1, **dict(zip(CHOICES, values, strict=True)))
+    _, kinds = everything(block)
+    done = explore(block, states=1)
+    assert (done.fault is not None) == bool(kinds)
+    assert done.complete if done.fault is None else done.fault.kind in kinds
 
 
 def test_a_deadlock_shows_in_the_states() -> None:

@@ -1,0 +1,60 @@
+"""Roles that TileLang makes for Hopper: waits that the device code of the dense kernels must have, left out one at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("tilelang")
+torch = pytest.importorskip("torch")
+
+from attnfuzz.kernels.faults.planted import Edit, planted_copy  # noqa: E402
+from attnfuzz.kernels.tilelang.roles.executor import executable  # noqa: E402
+from attnfuzz.kernels.tilelang.roles.steps import BlockProgram  # noqa: E402
+from attnfuzz.kernels.tilelang.roles.trying import first_fault  # noqa: E402
+
+MODULE = "attnfuzz.kernels.tilelang.dense_device"
+OPTIONS = {
+    "dim_qk": 32,
+    "dim_v": 32,
+    "causal": False,
+    "dtype": "float16",
+    "tile_m": 64,
+    "tile_n": 64,
+    "threads": 128,
+    "stages": 2,
+}
+READER, COPIER = "compute threads 128-255", "DMA threads 0-127"
+FAULTS = {
+    "the second product is not waited for": (
+        Edit("                if ahead:\n                    T.wait_wgmma(0)\n", "                if ahead:\n"),
+        ("early-read", READER, "", 0, 0),
+    ),
+    "K is released while its product runs": (
+        Edit("last_read = q_tile[0, 0] + k_tile[0, 0] + v_last[0, 0]", "last_read = q_tile[0, 0] + v_last[0, 0]"),
+        ("early-overwrite", COPIER),
+    ),
+}
+
+
+def forward_block(*edits: Edit) -> BlockProgram:
+    """A block of dense_forward with four tiles of keys."""
+    module = planted_copy(MODULE, edits)
+    q, k = (torch.zeros((1, rows, 1, 32), dtype=torch.float16) for rows in (64, 256))
+    function = executable(module.forward(**OPTIONS, strided=False), {"tl.force_let_inline": True})
+    (program,) = function.programs((q, k, k, 1, 0, 1.0, q, torch.zeros((1, 1, 64))))
+    return program
+
+
+def test_the_kernel_itself_is_clean() -> None:
+    program = forward_block()
+    assert [role.name for role in program.roles] == [COPIER, READER]
+    assert first_fault(program, 100, 0) is None
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wait_that_is_missing_is_found(name: str) -> None:
+    edit, expected = FAULTS[name]
+    shown = first_fault(forward_block(edit), 1, 0)
+    assert shown is not None
+    found = shown.fault
+    assert (found.kind, found.role, found.barrier, found.stage, found.iteration)[: len(expected)] == expected
