@@ -2,8 +2,9 @@
 
 ptxas makes of tcgen05.alloc a search for free columns, again and again until it succeeds, by the warp's elected thread, and of
 tcgen05.dealloc the return of a mask of columns. Each warp's first thread is followed from the function's entry through branches
-and loops: its thread index is known, and so are the branches that depend on it alone. At any other branch both ways are
-followed. Behind a guardrail's trap, which ends the kernel, nothing is.
+and loops: its thread index is known, and so are the branches that depend on it alone. At any other branch both ways are followed:
+none that is not freed is missed, but what is freed may be reported, where a thread index goes through the stack. Behind a
+guardrail's trap, which ends the kernel, nothing is followed.
 """
 
 from __future__ import annotations
