@@ -70,19 +70,31 @@ class Bands:
     def __init__(self) -> None:
         self._kept: list[_Band] = []
 
-    def like(self, tensor: torch.Tensor, what: str, pattern: int | None = None, *, own_storage: bool = False) -> torch.Tensor:
+    def like(
+        self,
+        tensor: torch.Tensor,
+        what: str,
+        pattern: int | None = None,
+        *,
+        own_storage: bool = False,
+        later: dict[torch.device, Pieces] | None = None,
+    ) -> torch.Tensor:
         """Return a tensor of the same shape, strides, dtype and device, between bands. `what` names it in messages.
 
         It is filled with the `pattern` of 32 bits, from its first element to its last with what lies between; None: unfilled.
-        `own_storage`: its storage begins with it, where torch can do that.
+        `own_storage`: its storage begins with it, where torch can do that. `later`: gets the bands and the filling, for a launch
+        of the caller's, on devices where the kernel writes them.
         """
         size, device = reach(tensor) * tensor.element_size(), tensor.device
-        pieces = Pieces(device) if guard_kernel.takes(device) else None
+        pieces = None
+        if guard_kernel.takes(device):
+            pieces = Pieces(device) if later is None else later.setdefault(device, Pieces(device))
         held = self._between(size, 0, device, f"{what} {tuple(tensor.shape)} {tensor.dtype}", pieces)
         if pieces is not None:
             if pattern is not None:
                 pieces.fill(held.data_ptr(), size, pattern)
-            pieces.launch()
+            if later is None:
+                pieces.launch()
         elif pattern is not None:
             _repeat(held, pattern)
         if own_storage and (alone := with_own_storage(held)) is not None:
@@ -242,14 +254,26 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
     """Mode that places every new tensor between `bands`, and fills uninitialised ones with `fill` (integers: the largest value).
 
     An output or a workspace that a kernel leaves partly unwritten then shows, independent of the allocator's earlier contents.
-    `watch` is notified of uninitialised memory, and of what torch writes.
+    `watch` is notified of uninitialised memory, and of what torch writes. Tensors that are made in a context of
+    `kernels.support.memory.allocating` are filled when it ends.
     """
 
     def __init__(self, bands: Bands, *, fill: float = math.nan, watch: Watch | None = None) -> None:
         super().__init__()
         self._bands, self._value = bands, fill
         self._watch = Watch() if watch is None else watch
+        self._watch.filled = self._fill_now
+        self._unfilled: dict[torch.device, Pieces] = {}
         self._room = _COPIES_KEPT
+
+    def _fill_now(self) -> None:
+        """Fill what was left for later, by one launch."""
+        while self._unfilled:
+            self._unfilled.popitem()[1].launch()
+
+    def _later(self) -> dict[torch.device, Pieces] | None:
+        """Return what gets the filling of a new tensor, if nothing uses it yet."""
+        return self._unfilled if self._watch.allocating else None
 
     def _takes_copy(self, tensor: torch.Tensor) -> bool:
         """Whether there is room for one more of the tensors that COPIES make."""
@@ -268,13 +292,16 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
             extent = 1 + sum((size - 1) * stride for size, stride in zip(args[1], args[2], strict=True))
             return func(*args[:OFFSET], self._bands.offset_here(args[0], args[OFFSET], extent))
         traits = traits_of(func)
+        if self._unfilled and not (traits.empty or func in ZEROS or func.is_view):
+            # Whatever the kernel has promised.
+            self._fill_now()
         if traits.plain:
             return func(*args, **(kwargs or {}))
         if func in ZEROS and _strided(args, kwargs or {}):
             unfilled = ZEROS[func](*args, **(kwargs or {}))
             if not _bandable(unfilled):
                 return unfilled.zero_()
-            return self._bands.like(unfilled, _OWN, 0, own_storage=_in_backward())
+            return self._bands.like(unfilled, _OWN, 0, own_storage=_in_backward(), later=self._later())
         held = _held(args[0]) if traits.resizes else None
         result = func(*args, **(kwargs or {}))
         for tensor in written(traits.writes, args, kwargs or {}):
@@ -287,7 +314,7 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
             return result
         pattern = _pattern(result.dtype, self._value) if traits.empty else None
         own_storage = func is NEW_EMPTY_STRIDED or func in COPIES
-        between = self._bands.like(result, _OWN, pattern, own_storage=own_storage)
+        between = self._bands.like(result, _OWN, pattern, own_storage=own_storage, later=self._later())
         if traits.empty:
             if (pattern is not None or _fill(between, self._value)) and between.device.type == "cpu":
                 self._watch.allocated(between)
