@@ -175,8 +175,11 @@ class Bands:
         there = offset + int((2 * band.before - band.begin) // size)
         return there if (there + extent) * size <= tensor.untyped_storage().nbytes() else offset
 
-    def edges(self) -> Reading | None:
-        """Begin to compute the smallest and the largest 8 bytes of every band; None: memory was taken away."""
+    def edges(self, checks: Pieces | None = None) -> Reading | None:
+        """Begin to check every band, most often by its smallest and largest 8 bytes; None: memory was taken away.
+
+        `checks`: gets the bands on its device, for a launch of the caller's.
+        """
         if any(each.taken() for each in self._kept):
             return None
         numbers: list[torch.Tensor] = []
@@ -184,7 +187,11 @@ class Bands:
         for device in dict.fromkeys(each.words.device for each in self._kept):
             here = [each for each in self._kept if each.words.device == device]
             if guard_kernel.takes(device):
-                numbers.append(guard_kernel.checked(_bands_to_check(here, device), device))
+                pieces = Pieces(device) if checks is None or checks.device != device else checks
+                numbers.append(pieces.check())
+                _check_bands(here, pieces)
+                if pieces is not checks:
+                    pieces.launch()
                 expected.append(0)
                 continue
             for some in (here[start : start + _AT_ONCE] for start in range(0, len(here), _AT_ONCE)):
@@ -213,13 +220,11 @@ class Bands:
         return None
 
 
-def _bands_to_check(bands: Sequence[_Band], device: torch.device) -> Pieces:
-    pieces = Pieces(device)
+def _check_bands(bands: Sequence[_Band], pieces: Pieces) -> None:
     for each in bands:
         start, pattern = each.words.data_ptr(), doubled(each.pattern)
         pieces.holds(start, 2 * each.before, pattern)
         pieces.holds(start + 2 * (each.words.numel() - _HALF), 2 * _HALF, pattern)
-    return pieces
 
 
 @functools.cache

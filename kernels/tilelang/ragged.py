@@ -98,8 +98,8 @@ class _Built:
         with allocating():
             o = torch.empty((q.shape[0], p.heads, p.dim_v), dtype=q.dtype, device=q.device)
             lse = torch.empty((p.heads, q.shape[0]), dtype=torch.float32, device=q.device)
-            rooms = [_room(x, inputs.cu_seqlens_k) for x in (inputs.k, inputs.v) if inputs.max_seqlen_q > 0]
-        if rooms:
+            rooms = [_room(x, inputs.cu_seqlens_k) for x in (inputs.k, inputs.v)]
+        if inputs.max_seqlen_q > 0:
             starts = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
             of_k = (inputs.cu_seqlens_k, inputs.max_seqlen_k)
             keys = [self._padded(x, *of_k, room) for x, room in zip((inputs.k, inputs.v), rooms, strict=True)]
