@@ -120,7 +120,7 @@ def _alike(before: object, after: object) -> bool:
         return False
     assert isinstance(before, torch.Tensor)
     assert isinstance(after, torch.Tensor)
-    return before.shape == after.shape and before.dtype == after.dtype
+    return bool(before.shape == after.shape and before.dtype == after.dtype)
 
 
 def _plain(value: object) -> bool:
