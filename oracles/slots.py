@@ -19,6 +19,7 @@ import torch
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.problem import Dtype, Problem
 from attnfuzz.oracles.frames import Loaded
+from attnfuzz.oracles.fused import fused
 from attnfuzz.oracles.modifiers import Leaves, Modifiers
 
 __all__ = ["Flat", "SlotFrame", "Slots", "flat", "grouped", "sent", "sinks_of"]
@@ -207,7 +208,8 @@ class _Table:
         start, stop = i + shift - left, torch.minimum(i + shift + right + 1, n_k)
         stop.masked_fill_(~inside, 0)
         numbers = torch.tensor([(x.scale, float(x.rows), float(x.n_k + x.sunk)) for x in slots], dtype=torch.float64)
-        self.parts = [each.flatten() for each in (at_rows, at_keys, start, stop, numbers.T.contiguous().view(torch.int64))]
+        of_float = [each.contiguous().view(torch.int64) for each in (start.double(), stop.double(), numbers.T)]
+        self.parts = [each.flatten() for each in (at_rows, at_keys, *of_float)]
         if no_head is not None:
             self.parts.append(torch.where(inside, first_head + head, no_head).flatten())
 
@@ -229,7 +231,8 @@ class SlotFrame:
         self.at_rows, self.at_keys, begin, end, numbers, *at_heads = parts
         self.at_heads = at_heads[0] if at_heads else None
         self.sinks = None if sinks is None or self.at_heads is None else sinks[self.at_heads].view(z, rows, 1)
-        self._begin, self._end = begin.view(z, rows, 1), end.view(z, rows, 1)
+        self._begin, self._end = (each.view(torch.float64).view(z, rows, 1) for each in (begin, end))
+        self._visible: torch.Tensor | None = None
         self.scale, self.terms_q, self.n_k = numbers.view(torch.float64).view(3, z, 1, 1).unbind()
         self.terms_k, self.rows_of_head = self.n_k, table.rows_of_head
 
@@ -243,23 +246,33 @@ class SlotFrame:
         return {}
 
     def visible(self) -> torch.Tensor:
-        """Return which keys a row sees, bool `(Z, rows, keys)`; none for padding."""
-        j = torch.arange(self.shape[2], device=self._end.device)
-        visible = (j >= self._begin) & (j < self._end)
-        if self.sinks is not None:
-            visible[..., -1:] = self.sinks > -torch.inf
-        return visible
+        """Return which keys a row sees, bool `(Z, rows, keys)`; none for padding. It is kept until `release`."""
+        if self._visible is None:
+            j = torch.arange(self.shape[2], dtype=torch.float64, device=self._end.device)
+            self._visible = _seen(j, self._begin, self._end, self.sinks, self.shape[2] - 1)
+        return self._visible
+
+    def release(self) -> None:
+        """Let go of what was kept."""
+        self._visible = None
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        return x.index_select(0, self.at_rows).view(*self.shape[:2], -1).to(torch.float64)
+        return x.index_select(0, self.at_rows).view(*self.shape[:2], -1)
 
     def _keys(self, x: torch.Tensor) -> torch.Tensor:
-        return x.index_select(0, self.at_keys).view(self.shape[0], self.shape[2], -1).to(torch.float64)
+        return x.index_select(0, self.at_keys).view(self.shape[0], self.shape[2], -1)
+
+
+@fused
+def _seen(j: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, sinks: torch.Tensor | None, last: int) -> torch.Tensor:
+    """Return whether key j is within a row's range, or is the sink, the last one."""
+    within = (j >= begin) & (j < end)
+    return within if sinks is None else within | ((j == last) & (sinks > -torch.inf))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flat:
-    """Tensors of several batches in their dtype: q, d_o, d_lse `(rows + 1, dim)`; k, v `(keys + 1, dim)`; the last is 0."""
+    """Tensors of several batches in float64: q, d_o, d_lse `(rows + 1, dim)`; k, v `(keys + 1, dim)`; the last is 0."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -273,7 +286,7 @@ def flat(slots: Slots, batches: Sequence[Inputs]) -> Flat:
 
     def ordered(parts: list[torch.Tensor], index: torch.Tensor) -> torch.Tensor:
         x = torch.cat([*(each.reshape(-1, each.shape[-1]) for each in parts), parts[0].new_zeros((1, parts[0].shape[-1]))])
-        return x.index_select(0, torch.cat([index, index.new_full((1,), x.shape[0] - 1)]))
+        return x.index_select(0, torch.cat([index, index.new_full((1,), x.shape[0] - 1)])).to(torch.float64)
 
     d_lse = None
     if any(each.d_lse is not None for each in batches):
