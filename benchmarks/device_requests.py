@@ -1,7 +1,7 @@
 """Operations that the code of this repository asks of a device, by stage and by line: for benchmarks/batch.py.
 
 Counted are operations of torch that make or change elements, views are not, and launches of the kernels of oracles/fused. What
-the kernel under test launches is not seen, unless it is torch's. An operation of torch may be several on a GPU: logsumexp is nine.
+the kernel under test launches is not seen, unless it is torch's. One of torch's may be several on a GPU: logsumexp is nine.
 """
 
 from __future__ import annotations

@@ -267,9 +267,19 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._bands, self._value = bands, fill
         self._watch = Watch() if watch is None else watch
-        self._watch.filled = self._fill_now
         self._unfilled: dict[torch.device, Pieces] = {}
         self._room = _COPIES_KEPT
+
+    def __enter__(self) -> PoisonEmpty:
+        """Begin; what the kernel has promised of new tensors is known by `watch`."""
+        self._watch.filled = self._fill_now
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End. The watch outlives the launch, whose memory it must not keep."""
+        self._watch.filled = _nothing
+        super().__exit__(*error)
 
     def _fill_now(self) -> None:
         """Fill what was left for later, by one launch."""
@@ -297,7 +307,7 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
             extent = 1 + sum((size - 1) * stride for size, stride in zip(args[1], args[2], strict=True))
             return func(*args[:OFFSET], self._bands.offset_here(args[0], args[OFFSET], extent))
         traits = traits_of(func)
-        if self._unfilled and not (traits.empty or func in ZEROS or func.is_view):
+        if self._unfilled and not (traits.empty or func in ZEROS or getattr(func, "is_view", False)):
             # Whatever the kernel has promised.
             self._fill_now()
         if traits.plain:
@@ -326,6 +336,10 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         else:
             between.copy_(result)
         return between
+
+
+def _nothing() -> None:
+    """Fill nothing."""
 
 
 def _in_backward() -> bool:

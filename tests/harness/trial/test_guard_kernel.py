@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +105,16 @@ def test_tensors_that_nothing_uses_yet_are_filled_by_one_launch(compiled: Compil
             assert compiled.calls == {"guarded_pieces": 2}, "outside of the context each is filled at once"
         assert bands.broken() is None
     assert contents(bands)[:-1] == contents(plain)
+
+
+def test_a_watch_keeps_no_memory_of_a_launch_that_has_ended() -> None:
+    watch, bands = Watch(), Bands()
+    with watching(watch), PoisonEmpty(bands, watch=watch), allocating():
+        torch.empty(5)
+    kept = weakref.ref(bands)
+    del bands
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_promise_that_is_broken_changes_nothing(compiled: Compiled) -> None:
