@@ -25,7 +25,8 @@ from attnfuzz.oracles.modifiers import Leaves, Modifiers
 __all__ = ["Flat", "SlotFrame", "Slots", "flat", "grouped", "sent", "sinks_of"]
 
 _LAUNCHES = 4
-"""The operations of a frame cost as much as the scores of a chunk divided by this."""
+"""The operations of a frame cost as much as the scores of a chunk divided by this, and each row and key as much as as many scores
+as q and v have dims: their own elements and budgets."""
 _ENDLESS = 1 << 40
 """Keys of a side of the window without a limit."""
 
@@ -89,7 +90,8 @@ class Slots:
         self.row_starts = list(accumulate((p.total_q * p.heads for p in problems), initial=0))
         self.key_starts = list(accumulate((p.total_k * p.kv_heads for p in problems), initial=0))
         slots, self._first = self._slots()
-        together = grouped([(each.rows, each.n_k) for each in slots], chunk)
+        around = problems[0].dim_qk + problems[0].dim_v
+        together = grouped([(each.rows, each.n_k) for each in slots], chunk, around)
         self.place = {number: (at, z) for at, numbers in enumerate(together) for z, number in enumerate(numbers)}
         self.batches = [[slots[number].batch for number in numbers] for numbers in together]
         none = (self.row_starts[-1], self.key_starts[-1], None if sinks is None else self.head_starts[-1])
@@ -317,23 +319,24 @@ def sinks_of(batches: Sequence[Inputs]) -> torch.Tensor | None:
     return torch.cat([*every, none(1)])
 
 
-def grouped(sizes: Sequence[tuple[int, int]], chunk: int) -> list[list[int]]:
+def grouped(sizes: Sequence[tuple[int, int]], chunk: int, around: int = 0) -> list[list[int]]:
     """Return the numbers of `sizes` (rows, keys) in groups of at most `chunk` padded scores, where padding is cheap or short.
 
-    One that is larger is a group of its own. Groups of similar sizes are merged, those first that save most.
+    One that is larger is a group of its own. Groups of similar sizes are merged, those first that save most. `around`: scores
+    that count for a row or a key.
     """
     groups = dict(enumerate(_alike(sizes, chunk)))
     price = chunk // _LAUNCHES
     best: list[tuple[int, int, int]] = []
 
     def offer(first: int, other: int) -> None:
-        one, two = groups[first], groups[other]
-        padded = max(one.rows, two.rows) * max(one.keys, two.keys) * (len(one.numbers) + len(two.numbers))
-        if padded <= chunk and (saved := price + one.padded + two.padded - padded) > 0:
+        one, two = groups[first].size, groups[other].size
+        both = one.beside(two)
+        if both.padded <= chunk and (saved := price + one.cost(around) + two.cost(around) - both.cost(around)) > 0:
             heapq.heappush(best, (-saved, first, other))
 
     # Full groups merge with nothing; there may be thousands.
-    for first, other in itertools.combinations([at for at, each in groups.items() if 2 * each.padded <= chunk], 2):
+    for first, other in itertools.combinations([at for at, each in groups.items() if 2 * each.size.padded <= chunk], 2):
         offer(first, other)
     new = len(groups)
     while best:
@@ -341,24 +344,39 @@ def grouped(sizes: Sequence[tuple[int, int]], chunk: int) -> list[list[int]]:
         if first not in groups or other not in groups:
             continue
         one, two = groups.pop(first), groups.pop(other)
-        groups[new] = _Group(max(one.rows, two.rows), max(one.keys, two.keys), one.numbers + two.numbers)
-        if 2 * groups[new].padded <= chunk:
-            for each in [at for at, group in groups.items() if at != new and 2 * group.padded <= chunk]:
+        groups[new] = _Group(one.size.beside(two.size), one.numbers + two.numbers)
+        if 2 * groups[new].size.padded <= chunk:
+            for each in [at for at, group in groups.items() if at != new and 2 * group.size.padded <= chunk]:
                 offer(each, new)
         new += 1
     return [each.numbers for each in groups.values()]
 
 
-class _Group(NamedTuple):
-    """Slots of one frame: the most rows and keys of one, and their numbers."""
+class _Size(NamedTuple):
+    """The most rows and keys of a slot of one frame, and how many slots it has."""
 
     rows: int
     keys: int
-    numbers: list[int]
+    count: int
 
     @property
     def padded(self) -> int:
-        return self.rows * self.keys * len(self.numbers)
+        return self.rows * self.keys * self.count
+
+    def cost(self, around: int) -> int:
+        """Return the scores that it costs as much as."""
+        return self.padded + around * (self.rows + self.keys) * self.count
+
+    def beside(self, other: _Size) -> _Size:
+        """Return that of both in one frame."""
+        return _Size(max(self.rows, other.rows), max(self.keys, other.keys), self.count + other.count)
+
+
+class _Group(NamedTuple):
+    """Slots of one frame."""
+
+    size: _Size
+    numbers: list[int]
 
 
 def _alike(sizes: Sequence[tuple[int, int]], chunk: int) -> Iterator[_Group]:
@@ -370,7 +388,8 @@ def _alike(sizes: Sequence[tuple[int, int]], chunk: int) -> Iterator[_Group]:
         rows, keys = (max(sizes[number][side] for number in cell) for side in (0, 1))
         at_once = max(1, chunk // max(1, rows * keys))
         for start in range(0, len(cell), at_once):
-            yield _Group(rows, keys, cell[start : start + at_once])
+            numbers = cell[start : start + at_once]
+            yield _Group(_Size(rows, keys, len(numbers)), numbers)
 
 
 def sent(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
