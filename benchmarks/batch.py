@@ -4,13 +4,15 @@
                                [--json FILE] [KERNEL]
 
 Cases are those that a campaign draws, of one dtype and dims, as its batches are; the first two batches are not timed. With
---operations also the operations of batches on the device, by kind: all, and those of the judgement (one process, torch's
-profiler). With --waits also where a Case waits for the device, and how often: processes share it in turns, so that each wait
-lasts until all others have had theirs. With --alone also whether the Verdicts are those of the Cases alone: exit code 1 if not.
+--operations also what the code of this repository asks of the device, by stage and line (benchmarks/device_requests.py), and on a
+GPU the operations there, by kind: all, and those of the judgement (one process, torch's profiler). With --waits also where a Case
+waits for the device, and how often: processes share it in turns, so that each wait lasts until all others have had theirs. With
+--alone also whether the Verdicts are those of the Cases alone: exit code 1 if not.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import re
@@ -48,8 +50,12 @@ from attnfuzz.strategies.draw import drawn
 from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.trials import trial_cases
 
+sys.path.append(str(Path(__file__).parent))
+
 _UNTIMED = 2
 _ROUND = 200
+_LINES = 40
+"""Lines that are shown; a JSON file has all."""
 _KINDS = {
     "generated": r"^run_fused_|^guarded_pieces|^hashed_numbers",
     "product": r"gemm|cutlass|xmma|gemv|dot_kernel",
@@ -145,6 +151,20 @@ def operations(name: str, count: int, size: int) -> dict[str, dict[str, tuple[fl
     return {"judgement": judgement.by_kind(cases), "all": whole.by_kind(cases)}
 
 
+def requests(name: str, device: Device, count: int, size: int) -> dict[str, dict[str, float]]:
+    """Return what a Case asks of the device, by stage and by line, most first."""
+    environment.prepare(device)
+    every = batches(name, device, count, size)
+    for each in every[:_UNTIMED]:
+        trial_batch.run_batch(each, device)
+    counted = importlib.import_module("device_requests").Requests(device)
+    with counted.watching():
+        for each in every[_UNTIMED:]:
+            trial_batch.run_batch(each, device, counted.enter)
+    cases = sum(len(each) for each in every[_UNTIMED:])
+    return {"stages": counted.by_stage(cases), "lines": counted.by_line(cases)}
+
+
 def waits(name: str, count: int, size: int) -> dict[str, float]:
     """Return how often a Case waits for the device, by the line that waits and the two that called it, most often first."""
     environment.prepare("cuda")
@@ -231,7 +251,7 @@ def summary(runs: Sequence[Timed]) -> dict[str, Any]:
 @click.option("--cases", default=None, type=click.IntRange(1), help="Of each process [default: six batches].")
 @click.option("--size", default=None, type=click.IntRange(1), help="Cases of a batch [default: as a campaign has them].")
 @click.option("--processes", default=1, show_default=True, type=click.IntRange(1))
-@click.option("--operations", "lists", is_flag=True, help="Also what the GPU does for a Case.")
+@click.option("--operations", "lists", is_flag=True, help="Also what a Case asks of the device, and what a GPU does for it.")
 @click.option("--waits", "finds", is_flag=True, help="Also where a Case waits for the GPU.")
 @click.option("--alone", is_flag=True, help="Also compare the Verdicts with those of the Cases run alone.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path))
@@ -248,15 +268,16 @@ def main(
 ) -> None:
     """Measure, and print the rate, the stages, and the operations."""
     where = environment.resolve_device(device)
-    if (lists or finds) and where != "cuda":
-        hint = "--operations" if lists else "--waits"
-        raise click.BadParameter("a CPU's operations are not counted; use --device cuda", param_hint=hint)
+    if finds and where != "cuda":
+        raise click.BadParameter("nothing waits for a CPU; use --device cuda", param_hint="--waits")
     size = size or batch_for(Settings(device=where)).most
     count = cases or 6 * size
     if count <= _UNTIMED * size:
         raise click.BadParameter(f"{count}: two batches of {size} are not timed; ask for more", param_hint="--cases")
     result = {"kernel": kernel, "device": where, "size": size, **summary(side_by_side(processes, kernel, where, count, size))}
     if lists:
+        result["requests"] = requests(kernel, where, count, size)
+    if lists and where == "cuda":
         result["operations"] = operations(kernel, count, size)
     if finds:
         result["waits"] = waits(kernel, count, size)
@@ -280,6 +301,13 @@ def show(result: dict[str, Any]) -> None:
     for stage, ms in result["ms"].items():
         table.add_row(stage, f"{ms:.2f}")
     console.print(table)
+    if "requests" in result:
+        for by, most in (("stages", None), ("lines", _LINES)):
+            of_case = result["requests"][by]
+            table = Table(f"requests, by {by}", f"a Case: {sum(of_case.values()):.2f}")
+            for place, number in islice(of_case.items(), most):
+                table.add_row(place, f"{number:.2f}")
+            console.print(table)
     if "operations" in result:
         table = Table("operations", "us a Case", "a Case", "of the judgement, us", "a Case")
         every = result["operations"]

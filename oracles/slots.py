@@ -19,12 +19,14 @@ import torch
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.problem import Dtype, Problem
 from attnfuzz.oracles.frames import Loaded
+from attnfuzz.oracles.fused import fused
 from attnfuzz.oracles.modifiers import Leaves, Modifiers
 
 __all__ = ["Flat", "SlotFrame", "Slots", "flat", "grouped", "sent", "sinks_of"]
 
 _LAUNCHES = 4
-"""The operations of a frame cost as much as the scores of a chunk divided by this."""
+"""The operations of a frame cost as much as the scores of a chunk divided by this, and each row and key as much as as many scores
+as q and v have dims: their own elements and budgets."""
 _ENDLESS = 1 << 40
 """Keys of a side of the window without a limit."""
 
@@ -88,7 +90,8 @@ class Slots:
         self.row_starts = list(accumulate((p.total_q * p.heads for p in problems), initial=0))
         self.key_starts = list(accumulate((p.total_k * p.kv_heads for p in problems), initial=0))
         slots, self._first = self._slots()
-        together = grouped([(each.rows, each.n_k) for each in slots], chunk)
+        around = problems[0].dim_qk + problems[0].dim_v
+        together = grouped([(each.rows, each.n_k) for each in slots], chunk, around)
         self.place = {number: (at, z) for at, numbers in enumerate(together) for z, number in enumerate(numbers)}
         self.batches = [[slots[number].batch for number in numbers] for numbers in together]
         none = (self.row_starts[-1], self.key_starts[-1], None if sinks is None else self.head_starts[-1])
@@ -207,7 +210,8 @@ class _Table:
         start, stop = i + shift - left, torch.minimum(i + shift + right + 1, n_k)
         stop.masked_fill_(~inside, 0)
         numbers = torch.tensor([(x.scale, float(x.rows), float(x.n_k + x.sunk)) for x in slots], dtype=torch.float64)
-        self.parts = [each.flatten() for each in (at_rows, at_keys, start, stop, numbers.T.contiguous().view(torch.int64))]
+        of_float = [each.contiguous().view(torch.int64) for each in (start.double(), stop.double(), numbers.T)]
+        self.parts = [each.flatten() for each in (at_rows, at_keys, *of_float)]
         if no_head is not None:
             self.parts.append(torch.where(inside, first_head + head, no_head).flatten())
 
@@ -229,7 +233,8 @@ class SlotFrame:
         self.at_rows, self.at_keys, begin, end, numbers, *at_heads = parts
         self.at_heads = at_heads[0] if at_heads else None
         self.sinks = None if sinks is None or self.at_heads is None else sinks[self.at_heads].view(z, rows, 1)
-        self._begin, self._end = begin.view(z, rows, 1), end.view(z, rows, 1)
+        self._begin, self._end = (each.view(torch.float64).view(z, rows, 1) for each in (begin, end))
+        self._visible: torch.Tensor | None = None
         self.scale, self.terms_q, self.n_k = numbers.view(torch.float64).view(3, z, 1, 1).unbind()
         self.terms_k, self.rows_of_head = self.n_k, table.rows_of_head
 
@@ -243,23 +248,33 @@ class SlotFrame:
         return {}
 
     def visible(self) -> torch.Tensor:
-        """Return which keys a row sees, bool `(Z, rows, keys)`; none for padding."""
-        j = torch.arange(self.shape[2], device=self._end.device)
-        visible = (j >= self._begin) & (j < self._end)
-        if self.sinks is not None:
-            visible[..., -1:] = self.sinks > -torch.inf
-        return visible
+        """Return which keys a row sees, bool `(Z, rows, keys)`; none for padding. It is kept until `release`."""
+        if self._visible is None:
+            j = torch.arange(self.shape[2], dtype=torch.float64, device=self._end.device)
+            self._visible = _seen(j, self._begin, self._end, self.sinks, self.shape[2] - 1)
+        return self._visible
+
+    def release(self) -> None:
+        """Let go of what was kept."""
+        self._visible = None
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        return x.index_select(0, self.at_rows).view(*self.shape[:2], -1).to(torch.float64)
+        return x.index_select(0, self.at_rows).view(*self.shape[:2], -1)
 
     def _keys(self, x: torch.Tensor) -> torch.Tensor:
-        return x.index_select(0, self.at_keys).view(self.shape[0], self.shape[2], -1).to(torch.float64)
+        return x.index_select(0, self.at_keys).view(self.shape[0], self.shape[2], -1)
+
+
+@fused
+def _seen(j: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, sinks: torch.Tensor | None, last: int) -> torch.Tensor:
+    """Return whether key j is within a row's range, or is the sink, the last one."""
+    within = (j >= begin) & (j < end)
+    return within if sinks is None else within | ((j == last) & (sinks > -torch.inf))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flat:
-    """Tensors of several batches in their dtype: q, d_o, d_lse `(rows + 1, dim)`; k, v `(keys + 1, dim)`; the last is 0."""
+    """Tensors of several batches in float64: q, d_o, d_lse `(rows + 1, dim)`; k, v `(keys + 1, dim)`; the last is 0."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -273,7 +288,7 @@ def flat(slots: Slots, batches: Sequence[Inputs]) -> Flat:
 
     def ordered(parts: list[torch.Tensor], index: torch.Tensor) -> torch.Tensor:
         x = torch.cat([*(each.reshape(-1, each.shape[-1]) for each in parts), parts[0].new_zeros((1, parts[0].shape[-1]))])
-        return x.index_select(0, torch.cat([index, index.new_full((1,), x.shape[0] - 1)]))
+        return x.index_select(0, torch.cat([index, index.new_full((1,), x.shape[0] - 1)])).to(torch.float64)
 
     d_lse = None
     if any(each.d_lse is not None for each in batches):
@@ -304,23 +319,24 @@ def sinks_of(batches: Sequence[Inputs]) -> torch.Tensor | None:
     return torch.cat([*every, none(1)])
 
 
-def grouped(sizes: Sequence[tuple[int, int]], chunk: int) -> list[list[int]]:
+def grouped(sizes: Sequence[tuple[int, int]], chunk: int, around: int = 0) -> list[list[int]]:
     """Return the numbers of `sizes` (rows, keys) in groups of at most `chunk` padded scores, where padding is cheap or short.
 
-    One that is larger is a group of its own. Groups of similar sizes are merged, those first that save most.
+    One that is larger is a group of its own. Groups of similar sizes are merged, those first that save most. `around`: scores
+    that count for a row or a key.
     """
     groups = dict(enumerate(_alike(sizes, chunk)))
     price = chunk // _LAUNCHES
     best: list[tuple[int, int, int]] = []
 
     def offer(first: int, other: int) -> None:
-        one, two = groups[first], groups[other]
-        padded = max(one.rows, two.rows) * max(one.keys, two.keys) * (len(one.numbers) + len(two.numbers))
-        if padded <= chunk and (saved := price + one.padded + two.padded - padded) > 0:
+        one, two = groups[first].size, groups[other].size
+        both = one.beside(two)
+        if both.padded <= chunk and (saved := price + one.cost(around) + two.cost(around) - both.cost(around)) > 0:
             heapq.heappush(best, (-saved, first, other))
 
     # Full groups merge with nothing; there may be thousands.
-    for first, other in itertools.combinations([at for at, each in groups.items() if 2 * each.padded <= chunk], 2):
+    for first, other in itertools.combinations([at for at, each in groups.items() if 2 * each.size.padded <= chunk], 2):
         offer(first, other)
     new = len(groups)
     while best:
@@ -328,24 +344,39 @@ def grouped(sizes: Sequence[tuple[int, int]], chunk: int) -> list[list[int]]:
         if first not in groups or other not in groups:
             continue
         one, two = groups.pop(first), groups.pop(other)
-        groups[new] = _Group(max(one.rows, two.rows), max(one.keys, two.keys), one.numbers + two.numbers)
-        if 2 * groups[new].padded <= chunk:
-            for each in [at for at, group in groups.items() if at != new and 2 * group.padded <= chunk]:
+        groups[new] = _Group(one.size.beside(two.size), one.numbers + two.numbers)
+        if 2 * groups[new].size.padded <= chunk:
+            for each in [at for at, group in groups.items() if at != new and 2 * group.size.padded <= chunk]:
                 offer(each, new)
         new += 1
     return [each.numbers for each in groups.values()]
 
 
-class _Group(NamedTuple):
-    """Slots of one frame: the most rows and keys of one, and their numbers."""
+class _Size(NamedTuple):
+    """The most rows and keys of a slot of one frame, and how many slots it has."""
 
     rows: int
     keys: int
-    numbers: list[int]
+    count: int
 
     @property
     def padded(self) -> int:
-        return self.rows * self.keys * len(self.numbers)
+        return self.rows * self.keys * self.count
+
+    def cost(self, around: int) -> int:
+        """Return the scores that it costs as much as."""
+        return self.padded + around * (self.rows + self.keys) * self.count
+
+    def beside(self, other: _Size) -> _Size:
+        """Return that of both in one frame."""
+        return _Size(max(self.rows, other.rows), max(self.keys, other.keys), self.count + other.count)
+
+
+class _Group(NamedTuple):
+    """Slots of one frame."""
+
+    size: _Size
+    numbers: list[int]
 
 
 def _alike(sizes: Sequence[tuple[int, int]], chunk: int) -> Iterator[_Group]:
@@ -357,7 +388,8 @@ def _alike(sizes: Sequence[tuple[int, int]], chunk: int) -> Iterator[_Group]:
         rows, keys = (max(sizes[number][side] for number in cell) for side in (0, 1))
         at_once = max(1, chunk // max(1, rows * keys))
         for start in range(0, len(cell), at_once):
-            yield _Group(rows, keys, cell[start : start + at_once])
+            numbers = cell[start : start + at_once]
+            yield _Group(_Size(rows, keys, len(numbers)), numbers)
 
 
 def sent(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

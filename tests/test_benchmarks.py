@@ -242,6 +242,18 @@ def test_batches_have_cases_of_one_kind(batch: ModuleType) -> None:
     assert len(set(problems)) > 10
 
 
+def test_requests_are_counted_by_stage_and_line(batch: ModuleType) -> None:
+    counted = batch.requests("torch.reference_cpu", "cpu", 6, 2)
+    assert set(counted["stages"]) >= {"inputs", "kernel", "oracle"}
+    assert sum(counted["stages"].values()) == pytest.approx(sum(counted["lines"].values()))
+    lines = list(counted["lines"])
+    assert any(each.startswith("inputs: harness/trial/placement.py:") for each in lines)
+    assert any(each.startswith("oracle: oracles/budgets/forward.py:") for each in lines)
+    assert not any("oracles/fused" in each or "elsewhere" in each for each in lines)
+    values = list(counted["lines"].values())
+    assert values == sorted(values, reverse=True)
+
+
 @pytest.mark.slow
 def test_batches_are_timed_in_processes(tmp_path: Path) -> None:
     json_file = tmp_path / "batch.json"
@@ -268,7 +280,6 @@ def test_batches_are_timed_in_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--operations"], "use --device cuda"),
         (["--waits"], "use --device cuda"),
         pytest.param(["--cases", "4"], "ask for more", marks=pytest.mark.slow),
         pytest.param(["no.kernel"], "no.kernel", marks=pytest.mark.slow),

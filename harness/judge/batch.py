@@ -28,6 +28,7 @@ from attnfuzz.oracles.budgets.bounds import Budget
 from attnfuzz.oracles.budgets.repeats import Generic, Repeats
 from attnfuzz.oracles.formats import Format, half_ulp
 from attnfuzz.oracles.frames import CHUNK
+from attnfuzz.oracles.fused import whole_of
 
 __all__ = ["Judged", "Launched", "judge_batch"]
 
@@ -255,19 +256,28 @@ def _counts(
     names = list(got)
     sizes = [got[name].numel() for name in names]
     columns = compared([Side(got[name].flatten(), truths[name]) for name in names], form, place_of_lse(names, sizes))
-    outside, broken, ratio, judged, multiples = (x.split(sizes) for x in columns)
-    numbers, largest = [], []
-    for at, name in enumerate(names):
-        shape = got[name].shape
-        numbers.append(torch.stack([outside[at], broken[at], judged[at]], -1).view(*shape, 3).sum(1))
-        largest.append(torch.stack([ratio[at], multiples[at]], -1).view(*shape, 2).amax(1))
+    outside, broken, ratio, judged, multiples = columns
+    shapes = [got[name].shape for name in names]
+
+    def by_output(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        each = _side_by_side(parts).split(sizes, 1)
+        return [x.unflatten(1, shape) for x, shape in zip(each, shapes, strict=True)]
+
+    numbers = [x.sum(2) for x in by_output((outside, broken, judged))]
+    largest = [x.amax(2) for x in by_output((ratio, multiples))]
     places = _places(batch, names)
     lines = len(names) * len(batch.slots.problems)
-    counts = torch.zeros((lines, 3), dtype=torch.float64, device=places.device)
-    counts.index_add_(0, places, torch.cat(numbers).to(torch.float64))
-    most = torch.zeros((lines, 2), dtype=torch.float64, device=places.device)
-    most.scatter_reduce_(0, places[:, None].expand(-1, 2), torch.cat(largest), "amax")
-    return torch.cat([counts, most], 1)
+    counts = torch.zeros((3, lines), dtype=torch.float64, device=places.device)
+    counts.index_add_(1, places, torch.cat(numbers, 1).to(torch.float64))
+    most = torch.zeros((2, lines), dtype=torch.float64, device=places.device)
+    most.scatter_reduce_(1, places.expand(2, -1), torch.cat(largest, 1), "amax")
+    return torch.cat([counts, most]).T
+
+
+def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return them as one tensor, which is a copy where they do not lie together."""
+    whole = whole_of(parts)
+    return torch.stack(list(parts)) if whole is None else whole
 
 
 def _sums(batch: BatchTruth, pairs: list[tuple[torch.Tensor, Truth]], names: list[OutputName], form: Format) -> torch.Tensor:

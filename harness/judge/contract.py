@@ -8,7 +8,7 @@ from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure
 from attnfuzz.kernels.contract import Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 
-__all__ = ["broken_contract", "heads_first", "slack_rows", "why_unfit"]
+__all__ = ["broken_contract", "heads_first", "slack_rows", "valid_rows", "why_unfit"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _LARGE = 1 << 24
@@ -65,9 +65,21 @@ def broken_contract(
 
 def slack_rows(problem: Problem, name: OutputName, got: torch.Tensor) -> torch.Tensor:
     """Return the slack rows of an output that has the contract's shape, a view."""
+    axis, rows, slack = _rows(problem, name)
+    return got.narrow(axis, rows, slack)
+
+
+def valid_rows(problem: Problem, name: OutputName, got: torch.Tensor) -> torch.Tensor:
+    """Return the other rows of such an output, a view."""
+    axis, rows, _ = _rows(problem, name)
+    return got.detach().narrow(axis, 0, rows)
+
+
+def _rows(problem: Problem, name: OutputName) -> tuple[int, int, int]:
+    """Return the dimension of an output that counts rows, how many are those of tokens, and how many are slack."""
     dense = problem.packing == "dense"
     lengths, slack = (problem.seqlens_q, problem.slack_q) if name in BY_QUERY else (problem.seqlens_k, problem.slack_k)
-    return got.narrow(dense + (name == "lse"), lengths[0] if dense else sum(lengths), slack)
+    return dense + (name == "lse"), lengths[0] if dense else sum(lengths), slack
 
 
 def _bytes_needed(x: torch.Tensor) -> int:

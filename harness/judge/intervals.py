@@ -12,7 +12,7 @@ from attnfuzz.harness.judge.verdict import IN_DOUBT, Figures, four_digits
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.budgets.bounds import Budget
 from attnfuzz.oracles.formats import Format, half_ulp, rounded
-from attnfuzz.oracles.fused import fused
+from attnfuzz.oracles.fused import stacked
 
 __all__ = ["Measurement", "Side", "compared", "figures_of", "measure", "place_of_lse"]
 
@@ -144,7 +144,7 @@ def compared(sides: list[Side], form: Format, exact: slice) -> tuple[torch.Tenso
     return _compared(got, truth, allowed, random, b, lse, form, True)
 
 
-@fused
+@stacked
 def _compared(
     got: torch.Tensor,
     truth: torch.Tensor,

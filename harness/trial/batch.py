@@ -38,7 +38,8 @@ from attnfuzz.harness.trial.writes import Suspicion, suspicion_of
 from attnfuzz.kernels.contract import Built, Device, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
 from attnfuzz.oracles.relations.transfer import Move, moved
-from attnfuzz.strategies.case import RELATIONS, Case, Recipe
+from attnfuzz.strategies.case import CALLS, RELATIONS, Case, Recipe
+from attnfuzz.strategies.earlier_calls import earlier_problems
 
 __all__ = ["run_batch"]
 
@@ -184,7 +185,7 @@ class _Batch:
         """Run each Case up to the judgement of its outputs."""
         clock = Clock(self._enter)
         with clock.stage("inputs"):
-            numbers = numbers_of(((case.problem, case.recipe) for case, _ in self._cases), self._device)
+            numbers = numbers_of(self._sources(), self._device)
         met = set[Identity]() if self._known is None else self._known
         known = () if self._known is None else self._known
         for number, (case, kernel) in enumerate(self._cases):
@@ -198,6 +199,13 @@ class _Batch:
         for run in self._runs:
             self._resume(run)
         self._move()
+
+    def _sources(self) -> Iterator[tuple[Problem, Recipe]]:
+        """Yield what inputs are made of: those of all Cases, and of the calls before them."""
+        for case, kernel in self._cases:
+            yield case.problem, case.recipe
+            if case.check in CALLS:
+                yield from ((each, case.recipe) for each in earlier_problems(kernel, case, self._device))
 
     def _resume(self, run: _Run, answer: Judged | list[torch.Tensor] | None = None) -> None:
         self._at(run.number)

@@ -13,21 +13,21 @@ from attnfuzz.oracles.fused import Handwritten
 
 __all__ = ["Pieces", "checked", "doubled", "takes"]
 
-_PIECE = struct.Struct("=QQQII")
-_REST = struct.Struct("=QI4x")
+_PIECE = struct.Struct("=QQQQII")
+_REST = struct.Struct("=I4x")
 _PIECES = 64
 """Pieces of one launch: the driver takes arguments of 4 KiB."""
 _CHUNK = 16
 """Bytes that one thread handles at a time."""
 _EACH, _BLOCK = 4, 256
 """Of the longest piece, how often it does so; threads of a block."""
-_FLAGS = 64
+_FLAGS = 256
 """Flags that are made at once. They lie between no bands: what a kernel writes there makes few checks doubtful."""
 _FILL, _COPY, _HOLDS, _EQUAL = range(4)
 _TEXT = """
 typedef unsigned long long address;
-struct piece { address at, other, bytes; unsigned kind, pattern; };
-struct arguments { piece pieces[64]; address flag; index_t number; };
+struct piece { address at, other, bytes, flag; unsigned kind, pattern; };
+struct arguments { piece pieces[64]; index_t number; };
 struct __align__(16) quad { unsigned a, b, c, d; };
 
 __device__ inline bool differs(const quad& x, const quad& y) {
@@ -36,9 +36,9 @@ __device__ inline bool differs(const quad& x, const quad& y) {
 
 extern "C" __global__ void guarded_pieces(const arguments a) {
   const index_t each = gridDim.x < a.number ? 1 : gridDim.x / a.number, step = each * blockDim.x;
-  bool wrong = false;
   for (index_t block = blockIdx.x; block < a.number * each; block += gridDim.x) {
     const piece p = a.pieces[block % a.number];
+    bool wrong = false;
     const index_t first = block / a.number * blockDim.x + threadIdx.x;
     const address gap = (16 - (p.at & 15)) & 15, lead = gap < p.bytes ? gap : p.bytes;
     const bool paired = p.kind & 1;
@@ -56,8 +56,8 @@ extern "C" __global__ void guarded_pieces(const arguments a) {
           paired ? ((const unsigned char*)p.other)[j] : (unsigned char)(p.pattern >> (8 * ((p.at + j) & 3)));
       if (p.kind < 2) *at = value; else wrong |= *at != value;
     }
+    if (wrong) *(long long*)p.flag = 1;
   }
-  if (wrong) *(long long*)a.flag = 1;
 }
 """
 _KERNEL = Handwritten("guarded_pieces", _TEXT)
@@ -80,9 +80,10 @@ class Pieces:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._packed: list[bytes] = []
+        self.device = device
+        self._pieces: list[tuple[int, int, int, int, int, int]] = []
         self._bytes = 0
+        self._flag = 0
 
     def fill(self, at: int, size: int, pattern: int) -> None:
         """Write a pattern."""
@@ -91,6 +92,12 @@ class Pieces:
     def copy(self, at: int, source: int, size: int) -> None:
         """Write a copy of what lies at `source`."""
         self._add(at, source, size, _COPY)
+
+    def check(self) -> torch.Tensor:
+        """Return one int64 that the launch leaves 0 if all that `holds` and `equal` check from now on is so, else makes 1."""
+        flag = _UNUSED.one(self.device)
+        self._flag = flag.data_ptr()
+        return flag
 
     def holds(self, at: int, size: int, pattern: int) -> None:
         """Check that a pattern lies there."""
@@ -101,18 +108,18 @@ class Pieces:
         self._add(at, other, size, _EQUAL)
 
     def launch(self, flag: torch.Tensor | None = None) -> None:
-        """Begin with all of them, on the current stream; `flag`, one int64, becomes 1 if a check fails."""
+        """Begin with all of them, on the current stream; `flag`: that of checks without one of their own."""
         address = 0 if flag is None else flag.data_ptr()
-        for start in range(0, len(self._packed), _PIECES):
-            some = self._packed[start : start + _PIECES]
+        for start in range(0, len(self._pieces), _PIECES):
+            some = self._pieces[start : start + _PIECES]
             # Pieces are handled side by side, each by as many blocks.
             threads = len(some) * -(-self._bytes // (_CHUNK * _EACH * _BLOCK)) * _BLOCK
-            padding = bytes(_PIECE.size * (_PIECES - len(some)))
-            _KERNEL(b"".join(some) + padding + _REST.pack(address, len(some)), threads, self._device)
+            packed = b"".join([_PIECE.pack(*where, own or address, kind, pattern) for *where, own, kind, pattern in some])
+            _KERNEL(packed + bytes(_PIECE.size * (_PIECES - len(some))) + _REST.pack(len(some)), threads, self.device)
 
     def _add(self, at: int, other: int, size: int, kind: int, pattern: int = 0) -> None:
         if size:
-            self._packed.append(_PIECE.pack(at, other, size, kind, pattern & 0xFFFFFFFF))
+            self._pieces.append((at, other, size, self._flag, kind, pattern & 0xFFFFFFFF))
             self._bytes = max(self._bytes, size)
 
 

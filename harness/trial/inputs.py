@@ -13,10 +13,10 @@ from itertools import accumulate
 
 import torch
 
-from attnfuzz.harness.trial.noise import Numbers, Request
+from attnfuzz.harness.trial.noise import Numbers, Request, hashed
 from attnfuzz.harness.trial.pages import with_pages
 from attnfuzz.harness.trial.placement import GAP, Placement
-from attnfuzz.harness.trial.places import lists_of
+from attnfuzz.harness.trial.places import cumulated, lists_of
 from attnfuzz.harness.trial.values import Maker, requests_of
 from attnfuzz.kernels.contract import Inputs
 from attnfuzz.kernels.expressions.tree import Captured
@@ -38,7 +38,7 @@ def numbers_of(sources: Iterable[tuple[Problem, Recipe]], device: str) -> Number
     lists: list[tuple[int, ...]] = []
     for problem, recipe in sources:
         requests += [*requests_of(problem, recipe), *_requests_of(problem, recipe.seed)]
-        lists += [*lists_of(problem), _cumulated(problem.seqlens_q), _cumulated(problem.seqlens_k)]
+        lists += [*lists_of(problem), *([_sinks(problem.heads, recipe)] if problem.sinks else [])]
         lists += [_slopes(shape_of(problem, each)[-1]) for each in tensors_of(problem) if each.fill == "slopes"]
     return Numbers(device, requests, lists)
 
@@ -58,12 +58,12 @@ def materialise(problem: Problem, recipe: Recipe, device: str, numbers: Numbers 
         k=k,
         v=v,
         d_o=placer.d_o(maker.d_o, recipe.do_scale),
-        cu_seqlens_q=placer.placement.integers(numbers.integers(_cumulated(problem.seqlens_q))),
-        cu_seqlens_k=placer.placement.integers(numbers.integers(_cumulated(problem.seqlens_k))),
+        cu_seqlens_q=placer.placement.integers(numbers.integers(cumulated(problem.seqlens_q))),
+        cu_seqlens_k=placer.placement.integers(numbers.integers(cumulated(problem.seqlens_k))),
         max_seqlen_q=max(problem.seqlens_q),
         max_seqlen_k=max(problem.seqlens_k),
         d_lse=placer.d_lse(recipe, numbers) if problem.needs.dlse else None,
-        captured=tuple(_tensor(problem, each, recipe, numbers) for each in tensors_of(problem)),
+        captured=tuple(_tensor(problem, each, recipe, numbers, placer.placement) for each in tensors_of(problem)),
     )
     placer.placement.finish()
     return with_pages(inputs, recipe.seed) if problem.page_size else inputs
@@ -76,8 +76,8 @@ def _requests_of(problem: Problem, seed: int) -> Iterable[Request]:
     for tensor in tensors_of(problem):
         shape = shape_of(problem, tensor)
         if problem.sinks and tensor.name == SINKS:
-            yield Request("hashed", seed, SINKS, problem.heads)
-        elif tensor.fill == "normal":
+            continue
+        if tensor.fill == "normal":
             yield Request("noise", seed, f"captured {tensor.name}", math.prod(shape))
         elif tensor.fill in ("documents_q", "documents_k"):
             yield Request("hashed", seed, "captured documents", math.prod(_document_grid(problem, shape)))
@@ -156,18 +156,14 @@ class _Placer:
         return [flat.as_strided(shape, (*steps, shape[-1], 1), begin) for shape, begin in zip(shapes, begins, strict=False)]
 
 
-def _cumulated(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    return (0, *accumulate(lengths))
-
-
 def captured_values(problem: Problem, tensor: Captured, seed: int, device: str) -> torch.Tensor:
     """Return the values of a captured tensor for `problem`; document ids of queries and keys are parts of one sequence."""
     return _captured(problem, tensor, seed, Numbers(device))
 
 
-def _tensor(problem: Problem, tensor: Captured, recipe: Recipe, numbers: Numbers) -> torch.Tensor:
+def _tensor(problem: Problem, tensor: Captured, recipe: Recipe, numbers: Numbers, placement: Placement) -> torch.Tensor:
     if problem.sinks and tensor.name == SINKS:
-        return _sinks(problem, recipe, numbers)
+        return placement.integers(numbers.integers(_sinks(problem.heads, recipe))).view(torch.float32)
     return _captured(problem, tensor, recipe.seed, numbers)
 
 
@@ -181,17 +177,19 @@ _SINK_SIZES: dict[SinkValues, tuple[float, float]] = {
 _SINK_STEPS = 64
 
 
-def _sinks(problem: Problem, recipe: Recipe, numbers: Numbers) -> torch.Tensor:
-    """Return the sinks, multiples of a 64th of their range: seven bits, exact in float16 and bfloat16."""
-    hashed = numbers.hashed(recipe.seed, SINKS, (problem.heads,))
+@functools.lru_cache(maxsize=256)
+def _sinks(heads: int, recipe: Recipe) -> tuple[int, ...]:
+    """Return the bits of the sinks in float32, as integers: few numbers, computed on the host.
+
+    They are multiples of a 64th of their range: seven bits, exact in float16 and bfloat16.
+    """
+    numbers = hashed(recipe.seed, SINKS, (heads,), "cpu")
     kinds = list(_SINK_SIZES)
-    steps, others = hashed % (_SINK_STEPS + 1), hashed // 1024 % len(kinds)
-    ranges = torch.tensor([_SINK_SIZES[each] for each in kinds], dtype=torch.float32)
+    steps, others = numbers % (_SINK_STEPS + 1), numbers // 1024 % len(kinds)
     if recipe.sinks != "mixed":
-        ranges, others = ranges[kinds.index(recipe.sinks)], torch.zeros_like(hashed)
-    # Not waited for: the driver takes its own copy.
-    low, high = ranges.view(-1, 2).to(hashed.device, non_blocking=True)[others].unbind(-1)
-    return (low + (high - low) / _SINK_STEPS * steps).to(torch.float32).contiguous()
+        others = torch.full_like(others, kinds.index(recipe.sinks))
+    low, high = torch.tensor([_SINK_SIZES[each] for each in kinds], dtype=torch.float32)[others].unbind(-1)
+    return tuple((low + (high - low) / _SINK_STEPS * steps).to(torch.float32).view(torch.int32).tolist())
 
 
 def _captured(problem: Problem, tensor: Captured, seed: int, numbers: Numbers) -> torch.Tensor:

@@ -12,10 +12,11 @@ from msgspec.structs import replace
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.judge.failure import Failure, Kind
-from attnfuzz.harness.trial import gpu_memory
+from attnfuzz.harness.trial import gpu_memory, guard_kernel
 from attnfuzz.harness.trial.defaults import of_kernel
 from attnfuzz.harness.trial.errors import MEMORY_TAKEN, DeviceLost, describe_exception, format_traceback, may_catch
 from attnfuzz.harness.trial.gpu_memory import is_out_of_memory
+from attnfuzz.harness.trial.guard_kernel import Pieces
 from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
 from attnfuzz.harness.trial.slack import Slack
 from attnfuzz.harness.trial.writes import Writes
@@ -102,10 +103,11 @@ def start(
     outcome = _run(case, ready, copies, device, bands, fill, wait=wait)
     if isinstance(outcome, Failure):
         return outcome
-    slack, problem = None, inputs.problem
+    slack, problem, where = None, inputs.problem, inputs.q.device
+    checks = Pieces(where) if guard_kernel.takes(where) else None
     if slack_rows != "anything" and math.isnan(fill) and (problem.slack_q or problem.slack_k):
-        slack = Slack(case.kernel, problem, outcome, slack_rows, inputs.q.device)
-    return Started(outcome, Writes(case.kernel, bands, _tensors(inputs), _tensors(copies), slack))
+        slack = Slack(case.kernel, problem, outcome, slack_rows, where, checks)
+    return Started(outcome, Writes(case.kernel, bands, _tensors(inputs), _tensors(copies), slack, checks))
 
 
 def start_in_place(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands, *, wait: bool) -> Outputs | Failure:

@@ -11,7 +11,7 @@ import torch
 from attnfuzz.harness.trial.noise import Numbers
 from attnfuzz.kernels.problem import Problem
 
-__all__ = ["Places", "equal_lengths", "lists_of", "starts_of"]
+__all__ = ["Places", "cumulated", "equal_lengths", "lists_of", "starts_of"]
 
 
 class Places:
@@ -21,10 +21,13 @@ class Places:
         self._lengths, self._numbers = lengths, numbers
 
     @functools.cached_property
+    def _tokens(self) -> torch.Tensor:
+        return torch.arange(sum(self._lengths), device=self._numbers.device)
+
+    @functools.cached_property
     def sequence(self) -> torch.Tensor:
-        """The sequence of each token."""
-        counts = self._numbers.integers(self._lengths)
-        return torch.arange(len(self._lengths), device=counts.device).repeat_interleave(counts, output_size=sum(self._lengths))
+        """The sequence of each token: as many end before it, or with it."""
+        return torch.searchsorted(self._numbers.integers(cumulated(self._lengths))[1:], self._tokens, right=True)
 
     @functools.cached_property
     def length(self) -> torch.Tensor:
@@ -39,7 +42,7 @@ class Places:
     @functools.cached_property
     def position(self) -> torch.Tensor:
         """The position in it."""
-        return torch.arange(sum(self._lengths), device=self.first.device) - self.first
+        return self._tokens - self.first
 
     def block(self, count: int) -> torch.Tensor:
         """Return for each token the first one of its block, with `count` blocks (and a rest) in a sequence."""
@@ -50,6 +53,11 @@ class Places:
         """Sort noise along each sequence, ascending; as integers, so that one sort is enough for all sequences."""
         offset = (self.sequence << 20)[:, None, None]
         return ((x * 4096).to(torch.int64) + offset).sort(0).values.sub(offset).to(torch.float32) / 4096
+
+
+def cumulated(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where each sequence begins, and where the last one ends."""
+    return (0, *accumulate(lengths))
 
 
 def starts_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -68,3 +76,4 @@ def lists_of(problem: Problem) -> Iterator[tuple[int, ...]]:
     for lengths in (problem.seqlens_q, problem.seqlens_k):
         yield lengths
         yield starts_of(lengths)
+        yield cumulated(lengths)

@@ -70,19 +70,31 @@ class Bands:
     def __init__(self) -> None:
         self._kept: list[_Band] = []
 
-    def like(self, tensor: torch.Tensor, what: str, pattern: int | None = None, *, own_storage: bool = False) -> torch.Tensor:
+    def like(
+        self,
+        tensor: torch.Tensor,
+        what: str,
+        pattern: int | None = None,
+        *,
+        own_storage: bool = False,
+        later: dict[torch.device, Pieces] | None = None,
+    ) -> torch.Tensor:
         """Return a tensor of the same shape, strides, dtype and device, between bands. `what` names it in messages.
 
         It is filled with the `pattern` of 32 bits, from its first element to its last with what lies between; None: unfilled.
-        `own_storage`: its storage begins with it, where torch can do that.
+        `own_storage`: its storage begins with it, where torch can do that. `later`: gets the bands and the filling, for a launch
+        of the caller's, on devices where the kernel writes them.
         """
         size, device = reach(tensor) * tensor.element_size(), tensor.device
-        pieces = Pieces(device) if guard_kernel.takes(device) else None
+        pieces = None
+        if guard_kernel.takes(device):
+            pieces = Pieces(device) if later is None else later.setdefault(device, Pieces(device))
         held = self._between(size, 0, device, f"{what} {tuple(tensor.shape)} {tensor.dtype}", pieces)
         if pieces is not None:
             if pattern is not None:
                 pieces.fill(held.data_ptr(), size, pattern)
-            pieces.launch()
+            if later is None:
+                pieces.launch()
         elif pattern is not None:
             _repeat(held, pattern)
         if own_storage and (alone := with_own_storage(held)) is not None:
@@ -163,8 +175,11 @@ class Bands:
         there = offset + int((2 * band.before - band.begin) // size)
         return there if (there + extent) * size <= tensor.untyped_storage().nbytes() else offset
 
-    def edges(self) -> Reading | None:
-        """Begin to compute the smallest and the largest 8 bytes of every band; None: memory was taken away."""
+    def edges(self, checks: Pieces | None = None) -> Reading | None:
+        """Begin to check every band, most often by its smallest and largest 8 bytes; None: memory was taken away.
+
+        `checks`: gets the bands on its device, for a launch of the caller's.
+        """
         if any(each.taken() for each in self._kept):
             return None
         numbers: list[torch.Tensor] = []
@@ -172,7 +187,11 @@ class Bands:
         for device in dict.fromkeys(each.words.device for each in self._kept):
             here = [each for each in self._kept if each.words.device == device]
             if guard_kernel.takes(device):
-                numbers.append(guard_kernel.checked(_bands_to_check(here, device), device))
+                pieces = Pieces(device) if checks is None or checks.device != device else checks
+                numbers.append(pieces.check())
+                _check_bands(here, pieces)
+                if pieces is not checks:
+                    pieces.launch()
                 expected.append(0)
                 continue
             for some in (here[start : start + _AT_ONCE] for start in range(0, len(here), _AT_ONCE)):
@@ -201,13 +220,11 @@ class Bands:
         return None
 
 
-def _bands_to_check(bands: Sequence[_Band], device: torch.device) -> Pieces:
-    pieces = Pieces(device)
+def _check_bands(bands: Sequence[_Band], pieces: Pieces) -> None:
     for each in bands:
         start, pattern = each.words.data_ptr(), doubled(each.pattern)
         pieces.holds(start, 2 * each.before, pattern)
         pieces.holds(start + 2 * (each.words.numel() - _HALF), 2 * _HALF, pattern)
-    return pieces
 
 
 @functools.cache
@@ -242,14 +259,36 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
     """Mode that places every new tensor between `bands`, and fills uninitialised ones with `fill` (integers: the largest value).
 
     An output or a workspace that a kernel leaves partly unwritten then shows, independent of the allocator's earlier contents.
-    `watch` is notified of uninitialised memory, and of what torch writes.
+    `watch` is notified of uninitialised memory, and of what torch writes. Tensors that are made in a context of
+    `kernels.support.memory.allocating` are filled when it ends.
     """
 
     def __init__(self, bands: Bands, *, fill: float = math.nan, watch: Watch | None = None) -> None:
         super().__init__()
         self._bands, self._value = bands, fill
         self._watch = Watch() if watch is None else watch
+        self._unfilled: dict[torch.device, Pieces] = {}
         self._room = _COPIES_KEPT
+
+    def __enter__(self) -> PoisonEmpty:
+        """Begin; what the kernel has promised of new tensors is known by `watch`."""
+        self._watch.filled = self._fill_now
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End. The watch outlives the launch, whose memory it must not keep."""
+        self._watch.filled = _nothing
+        super().__exit__(*error)
+
+    def _fill_now(self) -> None:
+        """Fill what was left for later, by one launch."""
+        while self._unfilled:
+            self._unfilled.popitem()[1].launch()
+
+    def _later(self) -> dict[torch.device, Pieces] | None:
+        """Return what gets the filling of a new tensor, if nothing uses it yet."""
+        return self._unfilled if self._watch.allocating else None
 
     def _takes_copy(self, tensor: torch.Tensor) -> bool:
         """Whether there is room for one more of the tensors that COPIES make."""
@@ -268,13 +307,16 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
             extent = 1 + sum((size - 1) * stride for size, stride in zip(args[1], args[2], strict=True))
             return func(*args[:OFFSET], self._bands.offset_here(args[0], args[OFFSET], extent))
         traits = traits_of(func)
+        if self._unfilled and not (traits.empty or func in ZEROS or getattr(func, "is_view", False)):
+            # Whatever the kernel has promised.
+            self._fill_now()
         if traits.plain:
             return func(*args, **(kwargs or {}))
         if func in ZEROS and _strided(args, kwargs or {}):
             unfilled = ZEROS[func](*args, **(kwargs or {}))
             if not _bandable(unfilled):
                 return unfilled.zero_()
-            return self._bands.like(unfilled, _OWN, 0, own_storage=_in_backward())
+            return self._bands.like(unfilled, _OWN, 0, own_storage=_in_backward(), later=self._later())
         held = _held(args[0]) if traits.resizes else None
         result = func(*args, **(kwargs or {}))
         for tensor in written(traits.writes, args, kwargs or {}):
@@ -287,13 +329,17 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
             return result
         pattern = _pattern(result.dtype, self._value) if traits.empty else None
         own_storage = func is NEW_EMPTY_STRIDED or func in COPIES
-        between = self._bands.like(result, _OWN, pattern, own_storage=own_storage)
+        between = self._bands.like(result, _OWN, pattern, own_storage=own_storage, later=self._later())
         if traits.empty:
             if (pattern is not None or _fill(between, self._value)) and between.device.type == "cpu":
                 self._watch.allocated(between)
         else:
             between.copy_(result)
         return between
+
+
+def _nothing() -> None:
+    """Fill nothing."""
 
 
 def _in_backward() -> bool:

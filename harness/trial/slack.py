@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from attnfuzz.harness.trial import guard_kernel
 from attnfuzz.harness.trial.guard_kernel import Pieces, doubled
 from attnfuzz.harness.trial.poison import POISON
 from attnfuzz.harness.trial.reading import Reading
+from attnfuzz.harness.trial.runs import runs
 from attnfuzz.kernels.contract import Outputs, SlackRows
 from attnfuzz.kernels.problem import Problem
 
@@ -34,9 +35,18 @@ class Slack:
         outputs: its results; memory that was not written is filled with the poison (poison.py).
         declared: what the slack rows must hold, "zero" or "untouched".
         device: the inputs' device.
+        checks: gets the check, for a launch of the caller's, where rows that are untouched are in few parts.
     """
 
-    def __init__(self, kernel: str, problem: Problem, outputs: Outputs, declared: SlackRows, device: torch.device) -> None:
+    def __init__(
+        self,
+        kernel: str,
+        problem: Problem,
+        outputs: Outputs,
+        declared: SlackRows,
+        device: torch.device,
+        checks: Pieces | None = None,
+    ) -> None:
         self._kernel, self._declared = kernel, declared
         self._rows = [
             (name, rows)
@@ -46,10 +56,14 @@ class Slack:
             and (rows := slack_rows(problem, name, output.detach())).numel()
         ]
         if declared == "untouched" and guard_kernel.takes(device):
-            every = ((rows, start) for _, rows in self._rows for start in _runs(rows))
-            runs = list(itertools.islice(every, _MOST_RUNS + 1))
-            if 0 < len(runs) <= _MOST_RUNS:
-                self.reading = Reading([guard_kernel.checked(_pieces(runs, device), device)], [0])
+            every = ((rows, *run) for _, rows in self._rows for run in runs(rows))
+            parts = list(itertools.islice(every, _MOST_RUNS + 1))
+            if 0 < len(parts) <= _MOST_RUNS:
+                pieces = Pieces(device) if checks is None else checks
+                self.reading = Reading([pieces.check()], [0])
+                _check_poison(parts, pieces)
+                if checks is None:
+                    pieces.launch()
                 return
         # Outputs of one dtype by the same operations.
         alike: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
@@ -82,30 +96,8 @@ class Slack:
         return None
 
 
-def _runs(rows: torch.Tensor) -> Iterator[int]:
-    """Yield the first address of each part of `rows` that lies together in memory; all are of one size."""
-    inner = _together(rows)
-    outer = [range(0, size * stride, stride) if stride else [0] for size, stride in zip(rows.shape, rows.stride(), strict=True)]
-    steps = itertools.product(*outer[: rows.ndim - inner])
-    yield from (rows.data_ptr() + rows.element_size() * sum(each) for each in steps)
-
-
-def _together(rows: torch.Tensor) -> int:
-    """Return how many of the last dimensions lie together."""
-    count, size = 0, 1
-    for length, stride in zip(reversed(rows.shape), reversed(rows.stride()), strict=True):
-        if length > 1 and stride != size:
-            break
-        count, size = count + 1, size * length
-    return count
-
-
-def _pieces(runs: Sequence[tuple[torch.Tensor, int]], device: torch.device) -> Pieces:
-    """Return the check that all of them hold the poison of their dtype."""
-    pieces = Pieces(device)
-    for rows, start in runs:
+def _check_poison(parts: Sequence[tuple[torch.Tensor, int, int]], pieces: Pieces) -> None:
+    """Check that all of them hold the poison of their dtype."""
+    for rows, start, size in parts:
         words, bits = POISON[rows.dtype]
-        inner = _together(rows)
-        size = rows[(0,) * (rows.ndim - inner)].numel() * rows.element_size()
         pieces.holds(start, size, bits if words is torch.int32 else doubled(bits))
-    return pieces

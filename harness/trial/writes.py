@@ -32,6 +32,7 @@ class Writes:
         before: the inputs.
         after: their copies, which the kernel got.
         slack: the check of the outputs' slack rows.
+        checks: what else is to be checked by the same launch.
     """
 
     def __init__(
@@ -41,10 +42,15 @@ class Writes:
         before: Mapping[str, torch.Tensor],
         after: Mapping[str, torch.Tensor],
         slack: Slack | None = None,
+        checks: Pieces | None = None,
     ) -> None:
         self._kernel, self._bands, self._before, self._after, self._slack = kernel, bands, before, after, slack
-        self._edges = bands.edges()
-        self._same = None if self._edges is None else _same(before, after)
+        if checks is None and (device := _device_of(before)) is not None and guard_kernel.takes(device):
+            checks = Pieces(device)
+        self._edges = bands.edges(checks)
+        self._same = None if self._edges is None else _same(before, after, checks)
+        if checks is not None:
+            checks.launch()
 
     def failure(self) -> Failure | None:
         """Wait for the device; return what was written where it may not be, or None."""
@@ -98,18 +104,26 @@ def overstepped(kernel: str, bands: Bands) -> Failure | None:
     return Failure(kernel=kernel, kind="guard", check="bounds", message=message) if message else None
 
 
-def _same(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> Reading | None:
-    """Begin to compare inputs with their copies, and the memory between their rows; None: a copy has another form now."""
+def _device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
+    """Return the device of all tensors with elements, or None where there are several or none."""
+    devices = {tensor.device for tensor in tensors.values() if tensor.numel()}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _same(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], checks: Pieces | None) -> Reading | None:
+    """Begin to compare inputs with their copies, and the memory between their rows; None: a copy has another form now.
+
+    `checks`: gets them if they are on its device.
+    """
     for name, tensor in before.items():
         if _form(tensor) != _form(after[name]) or _taken(tensor, after[name]):
             return None
-    devices = {tensor.device for tensor in before.values() if tensor.numel()}
-    if len(devices) == 1 and guard_kernel.takes(device := devices.pop()):
-        pieces = Pieces(device)
+    if checks is not None and _device_of(before) == checks.device:
+        flag = checks.check()
         for name, tensor in before.items():
             if tensor.numel():
-                pieces.equal(after[name].data_ptr(), tensor.data_ptr(), reach(tensor) * tensor.element_size())
-        return Reading([guard_kernel.checked(pieces, device)], [0])
+                checks.equal(after[name].data_ptr(), tensor.data_ptr(), reach(tensor) * tensor.element_size())
+        return Reading([flag], [0])
     pairs = [(_words(tensor), _words(after[name])) for name, tensor in before.items() if tensor.numel()]
     # Large tensors are not copied once more to be compared together.
     groups = [[pair] for pair in pairs if pair[0].numel() > _LARGE]

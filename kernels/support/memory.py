@@ -7,7 +7,7 @@ The caller of a kernel reports what is known of its memory (`watching`); an inte
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +23,7 @@ __all__ = [
     "Operation",
     "Site",
     "Watch",
+    "allocating",
     "check",
     "checking",
     "current",
@@ -104,6 +105,10 @@ class Watch:
         """Statements that have stored to a storage, by its address."""
         self.fault: MemoryFault | None = None
         """The first fault, even if the kernel's own code caught it."""
+        self.allocating = False
+        """Whether nothing uses new tensors until `filled` is called."""
+        self.filled: Callable[[], None] = lambda: None
+        """Fills the new tensors that are not filled yet."""
 
     def allocated(self, tensor: torch.Tensor) -> None:
         """Note that `tensor` is new and filled with one value, which shows where nothing is written."""
@@ -178,6 +183,24 @@ def watching(watch: Watch) -> Iterator[None]:
         yield
     finally:
         _watch = before
+
+
+@contextmanager
+def allocating() -> Iterator[None]:
+    """Promise that nothing reads or writes the tensors that are made in the context before it ends.
+
+    A caller that fills new memory, to see what a kernel leaves unwritten, then fills all of it by one launch.
+    """
+    watch = _watch
+    if watch is None or watch.allocating:
+        yield
+        return
+    watch.allocating = True
+    try:
+        yield
+    finally:
+        watch.allocating = False
+        watch.filled()
 
 
 def describe_stores(tensor: torch.Tensor) -> str:

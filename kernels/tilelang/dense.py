@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.support.memory import allocating
 from attnfuzz.kernels.tilelang.build import Launch
 from attnfuzz.kernels.tilelang.subject import DeviceCode, Function, TileLangKernel
 from attnfuzz.kernels.tilelang.tiles import HOPPER, exponent_of, fitting, not_hopper, options_of, scaled, signed, unfit
@@ -94,8 +95,9 @@ class DenseBuilt:
         import torch
 
         p, q = inputs.problem, inputs.q
-        o = torch.empty((*q.shape[:3], p.dim_v), dtype=q.dtype, device=q.device)
-        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+        with allocating():
+            o = torch.empty((*q.shape[:3], p.dim_v), dtype=q.dtype, device=q.device)
+            lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
         if not p.seqlens_q[0]:
             return o, lse
         if not p.seqlens_k[0]:
@@ -117,15 +119,17 @@ class DenseBuilt:
             raise BadArgument("lse=None: the backward recomputes P from it; give the forward's lse")
         p = inputs.problem
         n_q, n_k = p.seqlens_q[0], p.seqlens_k[0]
-        dq = torch.zeros_like(inputs.q, dtype=torch.float32, memory_format=torch.contiguous_format)
         if not n_q or not n_k:
-            return dq.to(inputs.q.dtype), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
+            dq = torch.zeros_like(inputs.q, memory_format=torch.contiguous_format)
+            return dq, torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
         q, k, v = signed(_tokens(inputs.q, p.seqlens_q), p.scale), _tokens(inputs.k, p.seqlens_k), _tokens(inputs.v, p.seqlens_k)
         d_o, o, lse = _tokens(inputs.d_o, p.seqlens_q), _tokens(o, p.seqlens_q), _tokens(lse, p.seqlens_q, 2)
-        delta, lse2 = _rows_of(lse), _rows_of(lse)
+        with allocating():
+            dq = torch.zeros_like(inputs.q, dtype=torch.float32, memory_format=torch.contiguous_format)
+            delta, lse2 = _rows_of(lse), _rows_of(lse)
+            dk, dv = (self._shares(x, p) for x in (inputs.k, inputs.v))
         self._preprocess(o, d_o, lse, delta, lse2)
         into = _taken(dq, 1, n_q)
-        dk, dv = (self._shares(x, p) for x in (inputs.k, inputs.v))
         keys = tuple(_taken(each, 1, n_k) for each in (dk, dv))
         scalars = (p.groups, _offset(p), exponent_of(p.scale), abs(p.scale))
         self._backward(q, k, v, d_o, lse2, delta, *scalars, into, *keys)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.support.memory import allocating
 from attnfuzz.kernels.tilelang.build import Launch
 from attnfuzz.kernels.tilelang.subject import DeviceCode, Function, TileLangKernel, not_empty
 from attnfuzz.kernels.tilelang.tiles import HOPPER, PAD, exponent_of, fitting, not_hopper, options_of, signed, unfit
@@ -94,11 +95,14 @@ class _Built:
         import torch
 
         p, q = inputs.problem, inputs.q
-        o = torch.empty((q.shape[0], p.heads, p.dim_v), dtype=q.dtype, device=q.device)
-        lse = torch.empty((p.heads, q.shape[0]), dtype=torch.float32, device=q.device)
+        with allocating():
+            o = torch.empty((q.shape[0], p.heads, p.dim_v), dtype=q.dtype, device=q.device)
+            lse = torch.empty((p.heads, q.shape[0]), dtype=torch.float32, device=q.device)
+            rooms = [_room(x, inputs.cu_seqlens_k) for x in (inputs.k, inputs.v)]
         if inputs.max_seqlen_q > 0:
             starts = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-            keys = (self._padded(x, inputs.cu_seqlens_k, inputs.max_seqlen_k) for x in (inputs.k, inputs.v))
+            of_k = (inputs.cu_seqlens_k, inputs.max_seqlen_k)
+            keys = [self._padded(x, *of_k, room) for x, room in zip((inputs.k, inputs.v), rooms, strict=True)]
             scalars = (inputs.max_seqlen_q, p.groups, _bottom(p), exponent_of(p.scale))
             self.forward_(signed(q, p.scale), *keys, *starts, *scalars, o, lse)
         return o, lse
@@ -115,38 +119,43 @@ class _Built:
         of_q, of_k = (inputs.cu_seqlens_q, inputs.max_seqlen_q), (inputs.cu_seqlens_k, inputs.max_seqlen_k)
         if not inputs.max_seqlen_q or not inputs.max_seqlen_k:
             return torch.zeros_like(inputs.q), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
-        q, d_o = self._padded(signed(inputs.q, p.scale), *of_q), self._padded(inputs.d_o, *of_q)
-        k, v = self._padded(inputs.k, *of_k), self._padded(inputs.v, *of_k)
-        delta, lse2 = (lse.new_empty((p.heads, q.shape[0])) for _ in range(2))
-        self.preprocess(o, inputs.d_o, lse, *of_q, delta, lse2)
         atomic = self.reduction == "atomic"
         heads, allocate = (p.kv_heads, torch.zeros) if atomic else (p.heads, torch.empty)
-        dq = torch.zeros_like(q, dtype=torch.float32)
-        dk, dv = (allocate((x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device) for x in (k, v))
+        with allocating():
+            q, d_o = (_room(x, inputs.cu_seqlens_q) for x in (inputs.q, inputs.d_o))
+            k, v = (_room(x, inputs.cu_seqlens_k) for x in (inputs.k, inputs.v))
+            delta, lse2 = (lse.new_empty((p.heads, q.shape[0])) for _ in range(2))
+            dq = torch.zeros_like(q, dtype=torch.float32)
+            dk, dv = (allocate((x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device) for x in (k, v))
+            own = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.q, inputs.k, inputs.v)]
+        self._padded(signed(inputs.q, p.scale), *of_q, q)
+        for x, (starts, longest), room in ((inputs.d_o, of_q, d_o), (inputs.k, of_k, k), (inputs.v, of_k, v)):
+            self._padded(x, starts, longest, room)
+        self.preprocess(o, inputs.d_o, lse, *of_q, delta, lse2)
         scalars = (inputs.max_seqlen_k, p.groups, _bottom(p), exponent_of(p.scale), abs(p.scale))
         self.backward_(q, k, v, d_o, lse2, delta, of_q[0], of_k[0], *scalars, dq, dk, dv)
         groups = 1 if atomic else p.groups
         return (
-            self._finished(dq, *of_q, 1, p.scale, like=inputs.q),
-            self._finished(dk, *of_k, groups, 1.0, like=inputs.k),
-            self._finished(dv, *of_k, groups, 1.0, like=inputs.v),
+            self._finished(dq, *of_q, 1, p.scale, own[0]),
+            self._finished(dk, *of_k, groups, 1.0, own[1]),
+            self._finished(dv, *of_k, groups, 1.0, own[2]),
         )
 
-    def _padded(self, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
-        """Copy `x` to `(rows, heads, dim)` with zeros after every sequence."""
-        rows = (x.shape[0] // PAD + cu_seqlens.shape[0] - 1) * PAD
-        rows_padded = x.new_empty((rows, *x.shape[1:]))
-        self.pad[x.shape[2]](not_empty(x), cu_seqlens, longest, rows_padded)
-        return rows_padded
+    def _padded(self, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, room: torch.Tensor) -> torch.Tensor:
+        """Copy `x` to `room` with zeros after every sequence."""
+        self.pad[x.shape[2]](not_empty(x), cu_seqlens, longest, room)
+        return room
 
     def _finished(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, groups: int, scale: float, *, like: torch.Tensor
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, groups: int, scale: float, out: torch.Tensor
     ) -> torch.Tensor:
-        import torch
-
-        out = torch.empty_like(like, memory_format=torch.contiguous_format)
         self.finish[x.shape[2]](x, cu_seqlens, longest, groups, scale, out)
         return out
+
+
+def _room(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Allocate `(rows, heads, dim)` for `x` with padding after every sequence."""
+    return x.new_empty(((x.shape[0] // PAD + cu_seqlens.shape[0] - 1) * PAD, *x.shape[1:]))
 
 
 def _bottom(problem: Problem) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.support.memory import allocating
 from attnfuzz.kernels.tilelang.build import Launch
 from attnfuzz.kernels.tilelang.subject import CAPABILITIES, SHARED_BYTES_MAX, DeviceCode, Function, TileLangKernel, not_empty
 
@@ -78,8 +79,9 @@ class _Built:
         import torch
 
         problem, q = inputs.problem, inputs.q
-        o = torch.empty((q.shape[0], problem.heads, problem.dim_v), dtype=q.dtype, device=q.device)
-        lse = torch.empty((problem.heads, q.shape[0]), dtype=torch.float32, device=q.device)
+        with allocating():
+            o = torch.empty((q.shape[0], problem.heads, problem.dim_v), dtype=q.dtype, device=q.device)
+            lse = torch.empty((problem.heads, q.shape[0]), dtype=torch.float32, device=q.device)
         if inputs.max_seqlen_q > 0:
             k, v = not_empty(inputs.k), not_empty(inputs.v)
             starts = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
@@ -95,9 +97,10 @@ class _Built:
         if lse is None:
             raise BadArgument("lse=None: the backward recomputes P from it; give the forward's lse")
         problem, q, k, v = inputs.problem, inputs.q, inputs.k, inputs.v
-        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-        if inputs.max_seqlen_q > 0 and inputs.max_seqlen_k > 0:
+        with allocating():
+            dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
             delta = torch.empty_like(lse)
+        if inputs.max_seqlen_q > 0 and inputs.max_seqlen_k > 0:
             self._preprocess(o, inputs.d_o, inputs.cu_seqlens_q, inputs.max_seqlen_q, delta)
             starts = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
             scalars = (inputs.max_seqlen_k, problem.groups, problem.scale)

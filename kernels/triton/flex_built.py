@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnfuzz.kernels.contract import Config, Gradients, Inputs
 from attnfuzz.kernels.modified import mask_of, score_of, tensors_of
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
+from attnfuzz.kernels.support.memory import allocating
 from attnfuzz.kernels.triton.machine_code.lower import Call
 from attnfuzz.kernels.triton.padding import padded_dims
 from attnfuzz.kernels.triton.printer import load_source, source, taking_gradients
@@ -128,15 +129,17 @@ class BuiltFlex:
 
         p, q = inputs.problem, inputs.q
         rows = q.shape[1]
-        o = torch.empty((p.batch, rows, p.heads, p.dim_v), dtype=q.dtype, device=q.device)
-        lse = torch.empty((p.batch, p.heads, rows), dtype=torch.float32, device=q.device)
+        with allocating():
+            o = torch.empty((p.batch, rows, p.heads, p.dim_v), dtype=q.dtype, device=q.device)
+            lse = torch.empty((p.batch, p.heads, rows), dtype=torch.float32, device=q.device)
         tiles = _tiles(p.seqlens_q[0], self._for_forward["TILE_M"])
         if not tiles:
             return o, lse
         out, row_max, row_sum = o, lse, lse
         if self._split > 1:
-            out = torch.empty((self._split, *o.shape), dtype=torch.float32, device=q.device)
-            row_max, row_sum = (torch.empty((self._split, *lse.shape), device=q.device) for _ in range(2))
+            with allocating():
+                out = torch.empty((self._split, *o.shape), dtype=torch.float32, device=q.device)
+                row_max, row_sum = (torch.empty((self._split, *lse.shape), device=q.device) for _ in range(2))
         band, lists = self._lists(inputs)
         self._forward[(tiles * self._split, p.heads, p.batch)](
             q,
@@ -164,12 +167,13 @@ class BuiltFlex:
             raise BadArgument("lse=None: the backward reads it; pass what forward returned")
         p, device = inputs.problem, inputs.q.device
         seqlen_q, seqlen_k = p.seqlens_q[0], p.seqlens_k[0]
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (inputs.q, inputs.k, inputs.v))
         captured = self._captured(inputs)
-        gradients = tuple(
-            torch.zeros_like(tensor) if each.gradient else None for each, tensor in zip(self._tensors, captured, strict=True)
-        )
-        row_lse, delta = (torch.empty((p.batch, p.heads, seqlen_q), device=device) for _ in range(2))
+        with allocating():
+            dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (inputs.q, inputs.k, inputs.v))
+            gradients = tuple(
+                torch.zeros_like(tensor) if each.gradient else None for each, tensor in zip(self._tensors, captured, strict=True)
+            )
+            row_lse, delta = (torch.empty((p.batch, p.heads, seqlen_q), device=device) for _ in range(2))
         if seqlen_q:
             self._preprocess[(_tiles(seqlen_q, _PREPROCESS_ROWS), p.heads, p.batch)](
                 o,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Gradients, Inputs, beyond_grid, why_unsupported
 from attnfuzz.kernels.lowering import Unit
 from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.support.memory import allocating
 from attnfuzz.kernels.triton import runtime
 from attnfuzz.kernels.triton.machine_code import lower
 from attnfuzz.kernels.triton.machine_code.lower import Call
@@ -175,8 +176,9 @@ class BuiltPaged:
         if table is None:
             raise BadArgument("page_table=None: keys and values are read from pages; give a problem with a page_size")
         rows, device = inputs.q.shape[0], inputs.q.device
-        o = torch.empty((rows, problem.heads, problem.dim_v), dtype=inputs.q.dtype, device=device)
-        lse = torch.empty((problem.heads, rows), dtype=torch.float32, device=device)
+        with allocating():
+            o = torch.empty((rows, problem.heads, problem.dim_v), dtype=inputs.q.dtype, device=device)
+            lse = torch.empty((problem.heads, rows), dtype=torch.float32, device=device)
         grid = (-(-inputs.max_seqlen_q // self._tile_m), problem.heads, problem.batch)
         if grid[0]:
             self._forward[grid](

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Gradients, Inputs, beyond_grid, why_unsupported
 from attnfuzz.kernels.lowering import Unit
 from attnfuzz.kernels.problem import LAYOUTS, OUTPUT_NAMES, BadArgument, Layout, Problem
+from attnfuzz.kernels.support.memory import allocating
 from attnfuzz.kernels.triton import runtime
 from attnfuzz.kernels.triton.machine_code import lower
 from attnfuzz.kernels.triton.machine_code.lower import Call
@@ -226,8 +227,9 @@ class BuiltVarlen:
 
         problem = inputs.problem
         rows = inputs.q.shape[0]
-        o = torch.empty((rows, problem.heads, problem.dim_v), dtype=inputs.q.dtype, device=inputs.q.device)
-        lse = torch.empty((problem.heads, rows), dtype=torch.float32, device=inputs.q.device)
+        with allocating():
+            o = torch.empty((rows, problem.heads, problem.dim_v), dtype=inputs.q.dtype, device=inputs.q.device)
+            lse = torch.empty((problem.heads, rows), dtype=torch.float32, device=inputs.q.device)
         grid = (_tiles(inputs.max_seqlen_q, self._tile_m), problem.heads, problem.batch)
         if grid[0]:
             self._forward[grid](
@@ -257,9 +259,10 @@ class BuiltVarlen:
         if lse is None:
             raise BadArgument("lse=None: the backward reads it; pass what forward returned")
         problem = inputs.problem
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
         rows_total = problem.total_q * problem.heads
-        delta = torch.empty((problem.total_q, problem.heads), dtype=torch.float32, device=inputs.q.device)
+        with allocating():
+            dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
+            delta = torch.empty((problem.total_q, problem.heads), dtype=torch.float32, device=inputs.q.device)
         if rows_total:
             grid_delta = (_tiles(rows_total, _PREPROCESS_ROWS),)
             self._preprocess[grid_delta](o, inputs.d_o, delta, rows_total, problem.heads, *_steps(inputs)[6:], **self._delta)

@@ -14,7 +14,7 @@ from attnfuzz.oracles.budgets.forward_formulas import accumulated, difference, l
 from attnfuzz.oracles.budgets.roundings import VARIANCE, Rounding
 from attnfuzz.oracles.formats import EPS, TINY, Format, half_ulp, on_grid
 from attnfuzz.oracles.frames import Steps
-from attnfuzz.oracles.fused import fused
+from attnfuzz.oracles.fused import fused, stacked
 
 __all__ = [
     "around_d", "delta_bound", "dq_bound", "dq_sums", "key_loss", "of_d_p", "of_ds", "of_dv", "of_dv_in_doubt", "of_o",
@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-@fused
+@stacked
 def of_o(
     o: torch.Tensor,
     m_o: torch.Tensor,
@@ -72,7 +72,7 @@ def of_products(d_o: torch.Tensor, o: torch.Tensor, m_o: torch.Tensor, rounding:
     return x, variance, rounding.worst(size, form.eta), rounding.flushed(x.abs(), None, form.eta), moved, size
 
 
-@fused
+@stacked
 def of_d_p(
     d_p: torch.Tensor,
     p: torch.Tensor,

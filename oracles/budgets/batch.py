@@ -71,6 +71,7 @@ def truth_of_batches(
                 dk, dv = totals.sums(number, frame)
                 g = backward(t, f, delta, totals.of_dk(dk), totals.of_dv(dv), deviations, ties=ties)
                 totals.add(number, frame, of, t, f, g)
+                frame.release()
                 del loaded, k, v, visible, of, t, f, delta, g, dk, dv
         with torch.inference_mode():
             return totals.finished(partials=partials)

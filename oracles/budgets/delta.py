@@ -11,6 +11,7 @@ from attnfuzz.oracles.budgets import backward_formulas as formulas
 from attnfuzz.oracles.budgets.forward import Forward, OfP, Scores
 from attnfuzz.oracles.budgets.forward_formulas import difference
 from attnfuzz.oracles.budgets.roundings import neighbours
+from attnfuzz.oracles.fused import sums_of
 
 __all__ = ["Delta", "delta_error"]
 
@@ -64,10 +65,10 @@ def delta_error(t: Scores, f: Forward, p: OfP, deviations: Deviations) -> Delta:
     """
     d_p = t.d_o @ t.v.mT
     of_o = formulas.of_o(f.o, f.m_o, f.sigma2, f.tau2, f.b, t.d_o, f.pv, f.reorder, t.form, t.v.shape[-1])
-    by_o, det, hard_o, arithmetic, d, sizes = (x.sum(-1, keepdim=True) for x in of_o)
+    by_o, det, hard_o, arithmetic, d, sizes = sums_of(of_o)
     moved = t.d_size @ t.v_size.mT if t.rounding.tf32 else None
     of_p = formulas.of_d_p(d_p, t.p, p.variance, p.worst, p.flushed, moved)
-    by_p, hard_p, mean2, flush = (x.sum(-1, keepdim=True) for x in of_p)
+    by_p, hard_p, mean2, flush = sums_of(of_p)
     sigma2, hard = formulas.random_of_d(by_o, det, by_p, hard_o, hard_p)
     tau2 = None
     if p.repeated is not None:

@@ -221,16 +221,15 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     Where LSE of splits is rounded, which is declared, Lambda has that in its delta (`of_split_lse`).
     """
     q, d_o, dim_qk = x.q, x.d_o, x.q.shape[-1]
-    values = torch.cat([x.v, x.v.abs(), x.v * x.v, x.k], -1)
+    values = torch.cat([x.v, *formulas.of_values(x.v), x.k], -1)
     v, v_size, v2, k = values.split([*[x.v.shape[-1]] * 3, dim_qk], -1)
     form = Format.of(placed.dtype)
-    q_size, k_size, d_size = q.abs(), k.abs(), d_o.abs()
+    q_size, (d_size, d2), (plain_k, k_size, k2) = q.abs(), formulas.of_values(d_o), formulas.of_keys(k, placed.scale)
     tf32 = placed.dtype == "float32" and device in deviations.tf32_on
     rounding = Rounding(form, placed.dtype != "float32", tf32)
-    k_sum = k_size.sum(1, keepdim=True)
-    sum_k = k_size.sum(-1)[:, None, :] if deviations.prescaled_q else None
-    k_size.mul_(abs(placed.scale))
-    k2 = k_size * k_size
+    k_sum = plain_k.sum(1, keepdim=True)
+    sum_k = plain_k.sum(-1)[:, None, :] if deviations.prescaled_q else None
+    del plain_k
     prescaled: _Rounded = ()
     if sum_k is not None or deviations.half_scaled_k:
         random = 2.12 * form.u * torch.sqrt((q * q) @ k2.mT)
@@ -259,7 +258,7 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     exact = not (deviations.lazy_rescale or deviations.normalised_p or tf32)
     result = Scores(
         rounding=rounding, form=form, scale=placed.scale, q=q, k=k, v=v, d_o=d_o, d_lse=x.d_lse, q_size=q_size, k_size=k_size,
-        v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d_o * d_o, values=values, visible=seen.visible, dead=dead,
+        v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d2, values=values, visible=seen.visible, dead=dead,
         s=seen.hidden if doubt is None else seen.s, exact=exact, m=m, e=e, l=l, p=p, lse=lse,
         delta=delta, lost=lost, m_lse=m_lse, shift=shift, l_error=None, n_k=placed.n_k,
         terms_q=placed.terms_q, terms_k=placed.terms_k, rows=placed.rows_of_head, part=placed.part, k_sum=k_sum,

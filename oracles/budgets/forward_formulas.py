@@ -16,8 +16,8 @@ from attnfuzz.oracles.fused import fused
 
 __all__ = [
     "LAMBDA", "TIES", "accumulated", "difference", "exponentials", "leading", "least", "limited", "lost", "lse_budget",
-    "o_budget", "of_partials", "of_split_lse", "probabilities", "row_sums", "scaled_scores", "split_errors", "spread_of",
-    "steps_of", "sum_budget", "unrounded_p", "visible_scores",
+    "o_budget", "of_keys", "of_partials", "of_split_lse", "of_values", "probabilities", "row_sums", "scaled_scores",
+    "split_errors", "spread_of", "steps_of", "sum_budget", "unrounded_p", "visible_scores",
 ]  # fmt: skip
 
 LAMBDA, TIES = 6.0, 4.0
@@ -29,6 +29,20 @@ _OVERFLOWS = 80.0
 """An error of an exponent's argument from which on a right kernel's exp(s - m) may be infinite in float32."""
 _MOST = 600.0
 """Largest delta whose exponential is added up: the sum over a row stays finite."""
+
+
+@fused
+def of_keys(k: torch.Tensor, scale: Steps) -> tuple[torch.Tensor, ...]:
+    """Return |k|, |scale k|, and the square of that."""
+    size = k.abs()
+    scaled = size * abs(scale)
+    return size, scaled, scaled * scaled
+
+
+@fused
+def of_values(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return |x| and its square."""
+    return x.abs(), x * x
 
 
 @fused

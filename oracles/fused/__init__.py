@@ -4,6 +4,6 @@ Kernels written by hand (Handwritten) are compiled and launched in the same way.
 
 from __future__ import annotations
 
-from attnfuzz.oracles.fused.launch import Handwritten, fused
+from attnfuzz.oracles.fused.launch import Handwritten, fused, stacked, sums_of, whole_of
 
-__all__ = ["Handwritten", "fused"]
+__all__ = ["Handwritten", "fused", "stacked", "sums_of", "whole_of"]

@@ -19,7 +19,7 @@ from attnfuzz.oracles.fused.nvrtc import Loaded, compiled, library
 from attnfuzz.oracles.fused.source import Source, shape_of
 from attnfuzz.oracles.fused.trace import traced
 
-__all__ = ["FUNCTIONS", "Backend", "Code", "Fused", "Handwritten", "Kernel", "fused"]
+__all__ = ["FUNCTIONS", "Backend", "Code", "Fused", "Handwritten", "Kernel", "fused", "stacked", "sums_of", "whole_of"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -85,6 +85,7 @@ class _Launch:
     scalars: tuple[int, ...]
     results: tuple[torch.dtype, ...]
     several: bool
+    stacked: bool
     kernels: dict[bool, tuple[Source, Kernel]] = field(default_factory=dict)
     """By whether all inputs have one shape without gaps."""
 
@@ -97,11 +98,20 @@ class _Launch:
             self.kernels[shape.flat] = self._compiled(flat=shape.flat)
         source, kernel = self.kernels[shape.flat]
         where = inputs[0].device
-        outputs = [torch.empty(shape.common, dtype=each, device=where) for each in self.results]
+        outputs = self._outputs(shape.common, where)
         if shape.count:
             pointers = [x.data_ptr() for x in (*inputs, *outputs)]
             kernel(source.packed(shape, pointers, [arguments[at] for at in self.scalars]), shape.count, where.index or 0)
         return tuple(outputs) if self.several else outputs[0]
+
+    def _outputs(self, shape: tuple[int, ...], where: torch.device) -> list[torch.Tensor]:
+        if not self.stacked:
+            return [torch.empty(shape, dtype=each, device=where) for each in self.results]
+        parts = {
+            dtype: iter(torch.empty((self.results.count(dtype), *shape), dtype=dtype, device=where).unbind())
+            for dtype in set(self.results)
+        }
+        return [next(parts[each]) for each in self.results]
 
     def _compiled(self, *, flat: bool) -> tuple[Source, Kernel]:
         bools = [each == torch.bool for each in self.results]
@@ -114,6 +124,8 @@ class Fused(Generic[P, R]):
     """A function of tensors, element by element: called with values of a trace, or tensors of a CPU, it is the plain function."""
 
     function: Callable[P, R]
+    stacked: bool = False
+    """Whether the results of one dtype are parts of one tensor."""
     _launches: dict[tuple[Any, ...], _Launch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -152,7 +164,7 @@ class Fused(Generic[P, R]):
         code, kinds, several = traced(self.function, name, arguments, tensors, scalars)
         are_bool = tuple(arguments[at].dtype == torch.bool for at in tensors)
         results = tuple(torch.bool if kind == "bool" else torch.float64 for kind in kinds)
-        return _Launch(name, code, tensors, are_bool, scalars, results, several)
+        return _Launch(name, code, tensors, are_bool, scalars, results, several, self.stacked)
 
 
 class Compilable(Protocol):
@@ -204,6 +216,35 @@ def fused(function: Callable[P, R]) -> Fused[P, R]:
     """
     FUNCTIONS.append(one := Fused(function))
     return one
+
+
+def stacked(function: Callable[P, R]) -> Fused[P, R]:
+    """Make one kernel as `fused` does, whose results of one dtype lie one after the other, for `sums_of` and `whole_of`.
+
+    None of them is freed before all are.
+    """
+    FUNCTIONS.append(one := Fused(function, stacked=True))
+    return one
+
+
+def sums_of(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the sum of each over its last dimension, which is kept: by one operation of results that lie together."""
+    whole = whole_of(parts)
+    if whole is None:
+        return [x.sum(-1, keepdim=True) for x in parts]
+    sums: tuple[torch.Tensor, ...] = whole.sum(-1, keepdim=True).unbind()
+    return sums
+
+
+def whole_of(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return parts of equal shape and dtype that lie one after the other as one tensor `(parts, ...)`, without copying."""
+    first = parts[0]
+    size, address = first.numel() * first.element_size(), first.untyped_storage().data_ptr()
+    for at, x in enumerate(parts):
+        alike = x.shape == first.shape and x.dtype == first.dtype and x.is_contiguous()
+        if not alike or x.untyped_storage().data_ptr() != address or x.data_ptr() != first.data_ptr() + at * size:
+            return None
+    return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
 
 
 def _kind(x: Any) -> Any:

@@ -31,6 +31,7 @@ _METHODS: dict[str, tuple[Kind, str]] = {
     "log": ("double", "::log({0})"),
     "log1p": ("double", "::log1p({0})"),
     "log2": ("double", "::log2({0})"),
+    "hypot": ("double", "::hypot({0}, {1})"),
     "round": ("double", "::rint({0})"),
     "ceil": ("double", "::ceil({0})"),
     "sign": ("double", "(double)(({0} > 0) - ({0} < 0))"),

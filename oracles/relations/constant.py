@@ -10,9 +10,11 @@ import torch
 
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.oracles.attention import SequenceData, sequences
-from attnfuzz.oracles.formats import EPS, TF32, Format, half_ulp, rounded
+from attnfuzz.oracles.formats import EPS, TF32, Format
+from attnfuzz.oracles.relations import constant_formulas as formulas
+from attnfuzz.oracles.relations.constant_formulas import Roundings
 from attnfuzz.oracles.relations.difference import Difference, Related, Setup, exactly
-from attnfuzz.oracles.relations.sizes import Noise, sum_of_seeing
+from attnfuzz.oracles.relations.sizes import Noise
 from attnfuzz.oracles.relations.tensors import output, packed
 
 __all__ = ["constant_v"]
@@ -53,55 +55,40 @@ def constant_v(setup: Setup) -> Related:
     return Related((setup.inputs, packed(problem, constant)), differences)
 
 
+def _roundings(setup: Setup, noise: Noise) -> Roundings:
+    form = Format.of(setup.problems[0].dtype)
+    u = noise.u if noise.half or noise.u > form.u else 0.0
+    return Roundings(u=u, form=form, truncates=noise.half or u > 0, tf32=noise.tf32, splits=noise.errors.splits)
+
+
 def _constant_o(setup: Setup, part: SequenceData, noise: Noise, outputs: Outputs) -> Iterator[Difference]:
     (problem,) = setup.problems
-    form, groups = Format.of(problem.dtype), problem.groups
-    heads, rows = part.q.shape[:2]
+    of, groups, counts = _roundings(setup, noise), problem.groups, noise.seeing.counts
     got = output(problem, outputs, "o", part.index)
     if not part.v.shape[1]:
         yield exactly("o", part.index, got, torch.zeros_like(got))
         return
-    c = part.v[:, :1].double().repeat_interleave(groups, 0)
-    live = noise.live[:, None]
-    expected = torch.where(live, c.expand(heads, rows, -1), 0.0)
-    u = noise.u if noise.half or noise.u > form.u else 0.0
-    alike = torch.hypot(noise.p, _alike(noise, u))
-    relative = (5 * torch.hypot(torch.full_like(noise.p, u), form.eta * noise.n) * alike).clamp(max=u + form.eta)
-    if noise.tf32:
-        # P and c are truncated, not rounded: always toward zero.
-        relative = torch.full_like(relative, TF32)
-    # The terms of O have one sign: tensor cores truncate their sum at each step of 16 keys.
-    steps = noise.n / 8 if noise.half or u else 0.0
-    relative = relative + EPS * (8 + 2 * noise.n.sqrt() + steps)
-    before = relative[..., None] * expected.abs()
-    top, bottom = rounded(expected + before, form), rounded(expected - before, form)
-    allowed = torch.maximum(top - expected, expected - bottom)
-    yield Difference("o", part.index, got, expected, torch.where(live, allowed, 0.0))
+    c = noise.v[:, :1].repeat_interleave(groups, 0)
+    of_d = EPS * (8 + problem.dim_v / 8)
+    expected, allowed, terms = formulas.of_o(got, c, noise.d_o, noise.p, noise.sigma, counts, of_d, of)
+    yield Difference("o", part.index, got, expected, allowed)
     needs = problem.needs.outputs
     if not {"dq", "dk"} & set(needs):
         return
-    scale, d_o, q, k = abs(problem.scale), part.d_o.double(), part.q.double(), part.k.double()
-    off = (d_o.abs() * ((got - expected).abs().nan_to_num(nan=0.0, posinf=0.0) + before)).sum(2)
-    off = off + EPS * (8 + problem.dim_v / 8) * (d_o * expected).abs().sum(2)
-    off = torch.where(noise.live, off, 0.0)
-    least = torch.where(live, form.eta, 0.0)
+    scale, off = abs(problem.scale), terms.sum(2, keepdim=True)
     if "dq" in needs:
-        largest = k.abs().amax(1, keepdim=True).repeat_interleave(groups, 0)
+        largest = noise.k.abs().amax(1, keepdim=True).repeat_interleave(groups, 0)
         d_q = output(problem, outputs, "dq", part.index)
-        yield Difference("dq", part.index, d_q, torch.zeros_like(d_q), 1.1 * scale * off[..., None] * largest + least)
+        limit = formulas.of_dq(off, largest, counts, scale, of.form.eta)
+        yield Difference("dq", part.index, d_q, torch.zeros_like(d_q), limit)
     if "dk" in needs:
-        longest = k.norm(dim=2).amax(1).repeat_interleave(groups)[:, None]
-        p = torch.exp((scale * q.norm(dim=2) * longest - _lse(setup, part, outputs)).clamp(max=0.0)).nan_to_num(nan=1.0)
-        rowwise = ((off * p)[..., None] * q.abs()).unflatten(0, (-1, groups)).sum(1)
-        allowed = 1.1 * scale * sum_of_seeing(noise.first, rowwise)
-        least = torch.where(noise.touched[:, None], form.eta, 0.0)
+        longest = noise.k_size.amax(1, keepdim=True).repeat_interleave(groups, 0)
+        lse = _lse(setup, part, outputs)[..., None]
+        rowwise = formulas.rows_of_dk(off, noise.q, noise.q_size, longest, lse, scale)
+        total = noise.seeing.sums(rowwise.unflatten(0, (-1, groups)).sum(1))
         d_k = output(problem, outputs, "dk", part.index)
-        yield Difference("dk", part.index, d_k, torch.zeros_like(d_k), allowed + least)
-
-
-def _alike(noise: Noise, u: float) -> torch.Tensor:
-    """Return the share of P's roundings that does not average out: P within 4 u, as with a scale of 0, are rounded alike."""
-    return (4 * u / noise.sigma.clamp(min=1e-300)).clamp(max=1.0) if u else torch.zeros_like(noise.sigma)
+        limit = formulas.of_dk(total, noise.seeing.touched, scale, of.form.eta)
+        yield Difference("dk", part.index, d_k, torch.zeros_like(d_k), limit)
 
 
 def _lse(setup: Setup, part: SequenceData, outputs: Outputs) -> torch.Tensor:
@@ -116,35 +103,22 @@ def _lse(setup: Setup, part: SequenceData, outputs: Outputs) -> torch.Tensor:
 def _sums(setup: Setup, part: SequenceData, noise: Noise, outputs: Outputs) -> Difference:
     """Compare the sum of dV over the keys with that of dO over the rows that see a key: `(kv_heads, 1, dim_v)`."""
     (problem,) = setup.problems
-    form = Format.of(problem.dtype)
+    of, counts = _roundings(setup, noise), noise.seeing.counts
     d_v = output(problem, outputs, "dv", part.index)
-    d_o = torch.where(noise.live[:, None], part.d_o.double(), 0.0)
 
     def grouped(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(0, (-1, problem.groups)).sum((1, 2))[:, None]
 
+    d_o, d_size, variance = formulas.of_rows(noise.d_o, noise.p, noise.sigma, noise.exponent, counts, of)
     expected = grouped(d_o)
-    u = noise.u if noise.half or noise.u > form.u else 0.0
-    alike = _alike(noise, u)
-    by_row = torch.hypot(u * torch.hypot(noise.p, alike), form.eta * torch.hypot(noise.n.sqrt(), noise.n * alike)) + EPS * (
-        8 + 2 * noise.exponent
-    )
-    by_row = torch.hypot(by_row, noise.of_splits)
+    alike = formulas.alike_of_live(noise.sigma, counts, of)
+    same = alike.amax() if alike.numel() else alike.new_zeros(())
     terms = problem.groups * part.q.shape[1]
-    carried = form.u + EPS * math.sqrt(terms)
     # Tensor cores truncate the sum at each step of 16 rows, and truncate equal parts of the keys' sums alike.
-    truncated = EPS * terms / 16 * d_v.abs().sum(1, keepdim=True) if noise.half or u else 0.0
+    own, squares = formulas.of_keys(d_v, same, EPS * terms / 16 if of.truncates else 0.0, of.form)
+    truncated = own.sum(1, keepdim=True)
     if noise.tf32:
-        truncated = truncated + TF32 * grouped(d_o.abs())
-    # The keys' own roundings are equal where some row weighs all its keys alike, or where dV is close to 0.
-    same = torch.where(noise.live, alike, 0.0).amax() if alike.numel() else 0.0
-    size = d_v.abs()
-    own = same * half_ulp(size, form) + torch.where(size < 32 * form.eta, form.eta, 0.0)
-    # Subnormal P have a few hundred values, and so have their products: their roundings do not average out.
-    own = own + torch.where((size >= 32 * form.eta) & (size < 2.0**form.min_exponent), form.eta / 4, 0.0)
-    truncated = truncated + own.sum(1, keepdim=True)
-    spread = (grouped((d_o * by_row[..., None]).square()) + carried**2 * d_v.square().sum(1, keepdim=True)).sqrt()
-    spread = spread + form.eta * math.sqrt(d_v.shape[1]) + carried * expected.abs() / 8
-    return Difference(
-        "dv", part.index, d_v.sum(1, keepdim=True), expected, 7 * spread + truncated, what="the sum of dV over all keys"
-    )
+        truncated = truncated + TF32 * grouped(d_size)
+    carried, flushed = of.form.u + EPS * math.sqrt(terms), of.form.eta * math.sqrt(d_v.shape[1])
+    allowed = formulas.of_sum(expected, grouped(variance), squares.sum(1, keepdim=True), truncated, carried, flushed)
+    return Difference("dv", part.index, d_v.sum(1, keepdim=True), expected, allowed, what="the sum of dV over all keys")

@@ -110,7 +110,7 @@ def scaled_values(setup: Setup) -> Related:
                 if name in setup.deterministic and name not in inexact:
                     # The smallest normal itself may be a subnormal that was rounded up.
                     small = expected.abs() <= 2.0**form.min_exponent
-                    allowed = torch.where(small & (name != "lse"), form.eta * (1 + 1 / factor), 0.0)
+                    allowed = (small & (name != "lse")).double() * (form.eta * (1 + 1 / factor))
                     yield Difference(name, part.index, got, expected, allowed)
                 else:
                     yield noise().difference(name, got, expected)

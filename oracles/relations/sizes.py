@@ -41,9 +41,11 @@ from attnfuzz.kernels.contract import Deviations, Device
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.attention import SequenceData
 from attnfuzz.oracles.formats import EPS, Format
+from attnfuzz.oracles.relations import size_formulas as formulas
 from attnfuzz.oracles.relations.difference import Difference
+from attnfuzz.oracles.relations.size_formulas import Errors
 
-__all__ = ["Noise", "first_seeing", "key_counts", "sum_of_seeing"]
+__all__ = ["Noise", "Seeing", "first_seeing", "key_counts", "rms", "rows_of"]
 
 _TF32 = 2.0**-10
 _LN_2 = math.log(2.0)
@@ -63,21 +65,45 @@ def first_seeing(counts: torch.Tensor, keys: int) -> torch.Tensor:
     return torch.searchsorted(counts, torch.arange(keys, device=counts.device), right=True)
 
 
-def sum_of_seeing(first: torch.Tensor, by_row: torch.Tensor) -> torch.Tensor:
-    """Sum `by_row (heads, seqlen_q, ...)` over the rows from `first` of each key on: `(heads, keys, ...)`."""
-    total = torch.nn.functional.pad(by_row.flip(1).cumsum(1).flip(1).movedim(1, -1), (0, 1)).movedim(-1, 1)
-    return total[:, first]
+class Seeing:
+    """Which rows of a sequence see which keys: made on the host, and sent by one copy.
+
+    `counts`: the keys that a row sees, float64 `(rows, 1)`. `touched`: 1 for keys that some row sees, else 0, `(keys, 1)`.
+    `rows_from`: the rows from the first that sees a key on, at least one, float64 `(keys,)`.
+    """
+
+    def __init__(self, problem: Problem, index: int, device: torch.device) -> None:
+        self._masked = problem.causal is not None
+        counts = key_counts(problem, index, "cpu")
+        rows, keys = len(counts), problem.seqlens_k[index]
+        first = first_seeing(counts, keys)
+        numbers = [counts.double(), (first < rows).double(), (rows - first).clamp(min=1).double()]
+        table = torch.cat([*(each.view(torch.int64) for each in numbers), (rows - 1 - first).clamp(min=0)])
+        counts, touched, rows_from, self._last = table.to(device, non_blocking=True).split([rows, keys, keys, keys])
+        self.counts, self.touched = counts.view(torch.float64)[:, None], touched.view(torch.float64)[:, None]
+        self.rows_from = rows_from.view(torch.float64)
+
+    def sums(self, by_row: torch.Tensor) -> torch.Tensor:
+        """Sum `by_row (heads, rows, dim)` over the rows that see each key, `(heads, keys, dim)`; anything where none does."""
+        keys = len(self._last)
+        if not by_row.shape[1]:
+            return by_row.new_zeros((by_row.shape[0], keys, by_row.shape[2]))
+        if not self._masked:
+            return by_row.sum(1, keepdim=True).expand(-1, keys, -1)
+        return by_row.flip(1).cumsum(1).index_select(1, self._last)
 
 
-def _rms(x: torch.Tensor) -> torch.Tensor:
-    """Return the root mean square as a tensor without dimensions: a number would wait for the device."""
-    return x.square().mean().sqrt() if x.numel() else x.new_zeros(())
+def rms(size: torch.Tensor, elements: int) -> torch.Tensor:
+    """Return the root mean square of `elements` numbers, whose rows or columns have the norms `size`.
+
+    It has no dimensions: a number would wait for the device.
+    """
+    return size.norm() / math.sqrt(max(1, elements))
 
 
-def _of_element(x: torch.Tensor) -> torch.Tensor:
-    """Return the square of each element of x, q or dO, over the mean square of its row, at least 1: `(heads, rows, dim)`."""
-    square = x.double().square()
-    return (square / square.mean(2, keepdim=True).clamp(min=1e-300)).clamp(min=1.0)
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each row, `(heads, rows, 1)`."""
+    return x.norm(dim=2, keepdim=True)
 
 
 class Noise:
@@ -98,106 +124,95 @@ class Noise:
         self._groups, self._deviations, self.keys = problem.groups, deviations, data.k.shape[1]
         self._masked = problem.causal is not None
         tf32 = self.tf32 = problem.dtype == "float32" and device in deviations.tf32_on
-        self.half = problem.dtype != "float32"
-        self.u = _TF32 if tf32 else form.u
-        # The output's last rounding; by tf32 that of the term that dominates the sum.
-        self._own = self.u if tf32 or self.half else 2 * form.u
-        self._eta = form.eta
+        half = self.half = problem.dtype != "float32"
+        u = self.u = _TF32 if tf32 else form.u
+        # Delta's error over that of O's rounding: rounded products, and partial O, add as much each.
+        more = sum((deviations.half_delta_products, deviations.half_partial_o))
+        self.errors = Errors(
+            u=u,
+            # By tf32 the rounding of the term that dominates the sum.
+            own=u if tf32 or half else 2 * form.u,
+            eta=form.eta,
+            half=half,
+            splits=deviations.half_split_lse and half,
+            partials=1.5 if deviations.half_partials else 1.0,
+            times=math.sqrt(2) if deviations.half_partial_o and half else 1.0,
+            of_delta=math.sqrt(1 + more) if half else 1.0,
+        )
         scale = self._scale = abs(problem.scale)
-        self._data, k = data, data.k.double()
-        self.key_counts = key_counts(problem, data.index, data.q.device)
-        n = self.n = self.key_counts.double().clamp(min=1)
-        self.live = self.key_counts > 0
-        self._rms_k = _rms(k)
-        self._q_size = data.q.double().norm(dim=2)
-        sigma = self.sigma = scale * self._q_size * self._rms_k
+        # A lost subnormal of dS, which a kernel may scale before.
+        self._flushed = form.eta * max(1.0, 1 / scale if scale else 1.0)
+        self._index, self._v, self._d_o = data.index, data.v, data.d_o
+        self.q, self.k = data.q.double(), data.k.double()
+        self.seeing = Seeing(problem, data.index, data.q.device)
+        self.q_size, self.k_size = rows_of(self.q), rows_of(self.k)
+        self._rms_k = rms(self.k_size, self.k.numel())
         # The largest of so many scores is some z deviations above 0: with spread scores its key leads the row.
-        z = math.sqrt(2 * math.log(max(2, sigma.numel() * self.keys)))
-        half_square = sigma.square() / 2
-        led = torch.exp(sigma * z - half_square) / n
-        self.p = torch.maximum(torch.exp(half_square) / n.sqrt(), led).clamp(max=1.0)
-        lifted = 3 * sigma if shift is None else 3 * sigma + shift.abs() * max(1.0, problem.dim_qk / 32)
-        self.exponent = n.log() + lifted
-        self._fp32 = EPS * (4 + 2 * self.exponent + n.sqrt() / 2)
-        self._q = self._q_size / math.sqrt(problem.dim_qk)
+        z = math.sqrt(2 * math.log(max(2, self.q_size.numel() * self.keys)))
+        shifts = None if shift is None else shift[..., None]
+        of_shift = max(1.0, problem.dim_qk / 32)
+        self.sigma, self.p, self.exponent, self._fp32 = formulas.of_rows(
+            self.q_size, self._rms_k, self.seeing.counts, shifts, scale, z, of_shift
+        )
+
+    @cached_property
+    def v(self) -> torch.Tensor:
+        """V, float64."""
+        return self._v.double()
+
+    @cached_property
+    def d_o(self) -> torch.Tensor:
+        """dO, float64."""
+        return self._d_o.double()
+
+    @cached_property
+    def _d_size(self) -> torch.Tensor:
+        return rows_of(self.d_o)
+
+    @cached_property
+    def _v_columns(self) -> torch.Tensor:
+        return self.v.norm(dim=1, keepdim=True)
 
     @cached_property
     def _rms_v(self) -> torch.Tensor:
-        return _rms(self._data.v.double())
+        return rms(self._v_columns, self.v.numel())
 
     @cached_property
-    def _w(self) -> torch.Tensor:
-        return self._data.d_o.double().square().mean(2).sqrt()
+    def _rms_q(self) -> torch.Tensor:
+        return rms(self.q_size, self.q.numel())
 
     @cached_property
-    def _t(self) -> torch.Tensor:
-        return self._data.d_o.double().norm(dim=2) * self._rms_v
-
-    @cached_property
-    def _peak(self) -> torch.Tensor:
-        """exp(tau^2) of each key."""
-        tau = self._scale * self._data.k.double().norm(dim=2) * _rms(self._q)
-        return torch.exp(tau.square()).clamp(max=20.0)
-
-    @cached_property
-    def first(self) -> torch.Tensor:
-        """The first row that sees each key."""
-        return first_seeing(self.key_counts, self.keys)
-
-    @cached_property
-    def touched(self) -> torch.Tensor:
-        """Whether any row sees the key."""
-        return self.first < self.key_counts.numel()
+    def _most(self) -> torch.Tensor:
+        """The largest error of float32 arithmetic of a row."""
+        return self._fp32.amax()
 
     def difference(self, name: OutputName, got: torch.Tensor, expected: torch.Tensor) -> Difference:
         """Return the Difference of two correct runs' values of one output."""
         allowed, noisy = self.unit(name, expected), name != "lse"
-        return Difference(name, self._data.index, got, expected, allowed, noise=noisy, terms=self._terms(name) if noisy else None)
+        return Difference(name, self._index, got, expected, allowed, noise=noisy, terms=self._terms(name) if noisy else None)
 
     def unit(self, name: OutputName, expected: torch.Tensor) -> torch.Tensor:
         """Return the typical error of each element of an output of value `expected`; for LSE the largest error."""
+        counts = self.seeing.counts
+        of_p = (self.p, self.exponent, self._fp32, counts)
         match name:
             case "lse":
-                return self._lse()
+                allowed = formulas.of_lse(self.exponent, counts, self.p, self.errors, self._deviations.l_from_rounded_p)[..., 0]
+                return allowed / _LN_2 if self._deviations.lse_base2 else allowed
             case "o":
-                size = self._rms_v * self.p
-                # Partial O are rounded once more, each by a unit of its own.
-                times = math.sqrt(2) if self._deviations.half_partial_o and self.half else 1.0
-                rounding = torch.hypot(self._of_p * size, self._eta * self.n * size) * times
-                return self._total(expected * times, size, rounding[..., None] * self._of_column(self._data.v), self._fp32)
+                return formulas.unit_of_o(expected, *of_p, self._rms_v, self._column(self._v_columns), self.errors)
             case "dq":
-                size = self._scale * self._t * self._rms_k * self.p
-                flushed = self._eta * max(1.0, 1 / self._scale if self._scale else 1.0) * self.n
-                of_delta = 2 * self._more_of_delta * torch.hypot(self.p[..., None], self._drift())
-                rounding = (self._of_p * size)[..., None] * (1 + of_delta)
-                flushed = (flushed * self._scale * self._rms_k * self.p)[..., None]
-                rounding = torch.hypot(rounding, flushed) * self._of_column(self._data.k)
-                return self._total(expected, size, rounding, self._fp32)
+                of_column = self._column(self.k.norm(dim=1, keepdim=True))
+                mean_k = self._of_heads(self.k.mean(1, keepdim=True))
+                return formulas.unit_of_dq(
+                    expected, self.q, self.sigma, self.q_size, self._d_size, *of_p, self._rms_k, self._rms_v, mean_k, of_column,
+                    self._scale, self._flushed, self.errors,
+                )  # fmt: skip
             case "dv":
-                rounding = torch.hypot(self._of_p + torch.zeros_like(self.n), self._eta * self.n)
-                return self._by_key(expected, self._w / self.n, self._w / self.n * rounding, _of_element(self._data.d_o))
+                return self._by_key(expected, self.d_o)
             case "dk":
-                size = self._scale * self._t * self._q / self.n
-                flushed = self._eta * max(1.0, 1 / self._scale if self._scale else 1.0) * self._scale * self._q
-                rounding = torch.hypot(self._of_p * size * (1 + 2 * self._more_of_delta * self.p), flushed)
-                return self._by_key(expected, size, rounding, _of_element(self._data.q))
-
-    @cached_property
-    def _of_p(self) -> torch.Tensor | float:
-        """Relative error of P: u, and where LSE of splits is rounded also u times that, at most the largest exponent."""
-        return torch.hypot(self.of_splits, torch.full_like(self.exponent, self.u)) if self.half else self.u
-
-    @property
-    def of_splits(self) -> torch.Tensor:
-        """Relative error of a row's P where LSE of splits is rounded: u times that, at most the largest exponent; else 0."""
-        declared = self._deviations.half_split_lse and self.half
-        return self.u * self.exponent if declared else torch.zeros_like(self.exponent)
-
-    @property
-    def _more_of_delta(self) -> float:
-        """Delta's error over that of O's rounding: rounded products, and partial O, add as much each."""
-        more = (self._deviations.half_delta_products, self._deviations.half_partial_o)
-        return math.sqrt(1 + sum(more)) if self.half else 1.0
+                # The last dim may be left out.
+                return self._by_key(expected, self.q[..., : expected.shape[-1]], of_dk=True)
 
     def _terms(self, name: OutputName) -> float | torch.Tensor:
         """Return of how many terms each row of an output is the sum: one number, or `(rows,)` where a mask makes them differ.
@@ -205,55 +220,36 @@ class Noise:
         A term is a number with an error, P or dS, times a row of an input: elements of a row with few terms share their errors.
         """
         if name in ("o", "dq"):
-            return self.n if self._masked else float(max(1, self.keys))
-        rows = self.key_counts.numel()
-        return self._groups * ((rows - self.first).clamp(min=1).double() if self._masked else float(max(1, rows)))
+            return self.seeing.counts[:, 0].clamp(min=1.0) if self._masked else float(max(1, self.keys))
+        return self._groups * (self.seeing.rows_from if self._masked else float(max(1, len(self.seeing.counts))))
 
-    def _drift(self) -> torch.Tensor:
-        """Return |sum_j P_ij k_j| / rms(k), without its random part: as large as the others, so not kept."""
-        toward_q = (self.sigma / self._q_size.clamp(min=1e-300))[..., None] * self._data.q.double()
-        if not self.keys:
-            return torch.hypot(toward_q, toward_q)
-        of_mean = self._data.k.double().mean(1, keepdim=True) / self._rms_k.clamp(min=1e-300)
-        return torch.hypot(toward_q, of_mean.repeat_interleave(self._groups, 0).expand_as(toward_q))
-
-    def _lse(self) -> torch.Tensor:
-        # Of a score: tensor cores truncate each step of its product, up to 2 eps a step of 16, and scale, log2(e), ln(2) and the
-        # result are rounded. Measured on an H200 where one key is seen: 4.2 eps of it.
-        allowed = EPS * (16 + 6 * self.exponent + 2 * self.n.log2())
-        if self._deviations.l_from_rounded_p:
-            allowed = allowed + 4 * self.u * self.p
-        allowed = allowed + 2 * self.of_splits
-        return allowed / _LN_2 if self._deviations.lse_base2 else allowed
-
-    def _total(self, expected: torch.Tensor, size: torch.Tensor, rounding: torch.Tensor, fp32: torch.Tensor) -> torch.Tensor:
-        fixed = torch.where(self.live[:, None], torch.hypot(rounding, (fp32 * size)[..., None]), 0.0)
-        own = self._own + fp32[..., None]
-        least = torch.where(self.live, self._eta, 0.0)[:, None]
-        return torch.hypot(torch.hypot(fixed, own * expected.abs()), least)
-
-    def _of_column(self, x: torch.Tensor) -> torch.Tensor:
-        """Return for each query head and dim the mean square of that column of x, k or v, over that of all, its root, at least 1.
+    def _column(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return for each query head and dim how much larger that column of k or v is than all, by the norms of columns.
 
         `(heads, 1, dim)`: where few keys are seen, an error of P or dS is in each dim in proportion to k or v there.
         """
-        square = x.double().square()
-        part = square.mean(1, keepdim=True) / square.mean((1, 2), keepdim=True).clamp(min=1e-300)
-        return part.clamp(min=1.0).sqrt().repeat_interleave(self._groups, 0)
+        return self._of_heads(formulas.column(columns, rows_of(columns), float(columns.shape[-1])))
 
-    def _by_key(self, expected: torch.Tensor, size: torch.Tensor, rounding: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Sum over the rows that see a key, and over the query heads of its group; `part (heads, seqlen_q, dim)`: of each dim."""
-        if not self.n.numel():
+    def _of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.repeat_interleave(self._groups, 0) if self._groups > 1 else x
+
+    def _by_key(self, expected: torch.Tensor, x: torch.Tensor, *, of_dk: bool = False) -> torch.Tensor:
+        """Sum over the rows that see a key, and over the query heads of its group; `x`: the factor of P or dS in the sum."""
+        rows = len(self.seeing.counts)
+        if not rows:
             return torch.zeros_like(expected)
-        if self._deviations.half_partials:
-            rounding = 1.5 * rounding
-        fp32 = self._fp32.amax() + EPS * math.sqrt(self.n.numel() * self._groups) / 2
-        # Of each row its variance, of each element that times the square of q or dO there: few rows do not average out.
-        # The last dim may be left out.
-        part = part[..., : expected.shape[-1]]
-        squares = torch.where(self.live, rounding.square() + (fp32 * size).square(), 0.0)[..., None] * part
-        by_row = squares.unflatten(0, (-1, self._groups)).sum(1)
-        fixed = sum_of_seeing(self.first, by_row).sqrt() * self._peak[..., None]
-        own = self._own + fp32
-        least = torch.where(self.touched, self._eta * math.sqrt(self._groups), 0.0)[:, None]
-        return torch.hypot(torch.hypot(fixed, own * expected.abs()), least)
+        accumulated, dim = EPS * math.sqrt(rows * self._groups) / 2, float((self.q if of_dk else x).shape[-1])
+        counts, size = self.seeing.counts, self._d_size
+        if of_dk:
+            squares = formulas.squares_of_dk(
+                x, self.q_size, size, self._rms_v, self.p, self.exponent, counts, self._most, accumulated, dim, self._scale,
+                self._flushed, self.errors,
+            )  # fmt: skip
+        else:
+            squares = formulas.squares_of_dv(x, size, self.exponent, counts, self._most, accumulated, dim, self.errors)
+        by_row = squares.unflatten(0, (-1, self._groups)).sum(1) if self._groups > 1 else squares
+        least = self.errors.eta * math.sqrt(self._groups)
+        return formulas.by_key(
+            expected, self.seeing.sums(by_row), self.seeing.touched, self.k_size, self._rms_q, self._most, accumulated,
+            self._scale, least, self.errors,
+        )  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from attnfuzz.kernels.problem import OutputName
+from attnfuzz.oracles.fused import fused
 from attnfuzz.oracles.relations.difference import Difference
 
 __all__ = ["Comparison", "Ratio", "Worst", "limit", "ratios", "worst"]
@@ -17,7 +18,7 @@ __all__ = ["Comparison", "Ratio", "Worst", "limit", "ratios", "worst"]
 _FEWEST = 4
 """Terms that a row counts as at least: each has the bounded errors of a rounding or two, and none the tails of a normal one."""
 _AT_ONCE = 1 << 17
-"""Elements of differences that are compared by the same operations: a larger one is not copied for that."""
+"""Elements of differences that are compared together, on a CPU by the same operations: a larger one is not copied for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class _Row:
         """Return the largest ratio: `numbers` are those of `_numbers`."""
         largest = [numbers[0] / (limit(1) if self.noise else 1.0)] if numbers else []
         if self.noise and numbers:
-            largest += [math.sqrt(numbers[1]), math.sqrt(numbers[2])]
+            largest += numbers[1:]
         return Ratio(self.output, math.prod(self.shape), max(largest, default=0.0))
 
 
@@ -148,29 +149,30 @@ class _Table:
 
 
 def _all_scaled(differences: Sequence[Difference], *, infinite: bool) -> Sequence[torch.Tensor]:
-    """Return `_scaled` of each; of several together, flat."""
-    if len(differences) == 1:
-        (one,) = differences
-        return [_scaled(one.got, one.expected, one.allowed, infinite=infinite)]
+    """Return `_scaled` of each; on a CPU of several together, flat: on a GPU each is one operation."""
+    if len(differences) == 1 or differences[0].got.device.type != "cpu":
+        return [_scaled(each.got, each.expected, each.allowed, infinite) for each in differences]
     parts = [(each.got, each.expected, each.allowed.expand_as(each.got)) for each in differences]
     got, expected, allowed = (torch.cat([each.reshape(-1) for each in column]) for column in zip(*parts, strict=True))
-    flat = _scaled(got, expected, allowed, infinite=infinite)
+    flat = _scaled(got, expected, allowed, infinite)
     return list(flat.split([each.got.numel() for each in differences]))
 
 
 def _numbers(scaled: torch.Tensor, terms: float | torch.Tensor | None, *, noise: bool) -> list[torch.Tensor]:
-    """Return the largest scaled error, and for noise the largest mean squares of a row and of a head, over their limits'."""
+    """Return the largest scaled error, and for noise the largest root mean square of a row and of a head over their limits."""
     if not noise:
         return [scaled.amax()]
     heads, rows, dims = scaled.shape
     of_row, of_head = _limits((heads, rows, dims), terms)
-    by_row = scaled.square().mean(2)
-    return [scaled.amax(), (by_row / of_row**2).amax(), by_row.mean(1).amax() / of_head**2]
+    by_row = scaled.norm(dim=2)
+    by_head = by_row.norm(dim=1).amax() / (of_head * math.sqrt(rows * dims))
+    return [scaled.amax(), (by_row / (of_row * math.sqrt(dims))).amax(), by_head]
 
 
-def _scaled(got: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor, *, infinite: bool) -> torch.Tensor:
+@fused
+def _scaled(got: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor, infinite: bool) -> torch.Tensor:
     """Return each error in units of what is allowed; equal infinite values are no error if `infinite`."""
-    error = (got - expected).abs_()
+    error = (got - expected).abs()
     equal = got == expected if infinite else error == 0
     # A NaN or infinite limit would allow every error: values that are not finite are wrong, except equal LSEs.
     sound = (error < torch.inf) & (allowed < torch.inf)
@@ -183,7 +185,7 @@ def worst(difference: Difference) -> Worst | None:
     if not got.numel():
         return None
     allowed = difference.allowed.expand_as(got)
-    scaled = _scaled(got, expected, allowed, infinite=difference.output == "lse")
+    scaled = _scaled(got, expected, allowed, difference.output == "lse")
     one = limit(1) if difference.noise else 1.0
     scaled = scaled.reshape(*got.shape[:2], -1)
     heads, rows, dims = scaled.shape

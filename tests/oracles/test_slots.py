@@ -124,17 +124,22 @@ def padded(sizes: list[tuple[int, int]], group: list[int]) -> int:
     return max(sizes[n][0] for n in group) * max(sizes[n][1] for n in group) * len(group)
 
 
-def test_every_slot_is_in_one_group_and_no_merge_of_two_is_cheaper() -> None:
+def cost(sizes: list[tuple[int, int]], group: list[int], around: int) -> int:
+    return padded(sizes, group) + around * len(group) * sum(max(sizes[n][side] for n in group) for side in (0, 1))
+
+
+@pytest.mark.parametrize(("around", "most"), [(0, 40), (128, 60)])
+def test_every_slot_is_in_one_group_and_no_merge_of_two_is_cheaper(around: int, most: int) -> None:
     generator = random.Random(3)
     sizes = [(generator.choice([1, 5, 40, 300]), generator.choice([1, 7, 33, 200])) for _ in range(300)]
     chunk = 1 << 16
-    groups = grouped(sizes, chunk)
+    groups = grouped(sizes, chunk, around)
     assert sorted(number for group in groups for number in group) == list(range(300))
     assert all(padded(sizes, group) <= chunk for group in groups)
     for one, other in itertools.combinations(groups, 2):
-        more = padded(sizes, one + other) - padded(sizes, one) - padded(sizes, other)
+        more = cost(sizes, one + other, around) - cost(sizes, one, around) - cost(sizes, other, around)
         assert padded(sizes, one + other) > chunk or more >= chunk // 4
-    assert len(groups) < 40
+    assert len(groups) < most
 
 
 def test_a_slot_larger_than_a_chunk_is_a_group_of_its_own() -> None:

@@ -15,13 +15,14 @@ from msgspec.structs import replace
 
 from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.batch import Launched
-from attnfuzz.harness.judge.contract import heads_first
+from attnfuzz.harness.judge.contract import heads_first, valid_rows
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, where
 from attnfuzz.harness.judge.judge import Truth, place_of
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.poison import Bands
+from attnfuzz.harness.trial.runs import clones, differing
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.relations.transfer import Move
@@ -70,13 +71,26 @@ def _overstepped(bench: Bench, message: str) -> Failure:
 def _compared(
     bench: Bench, verdict: Verdict, first: Outputs, kept: Outputs, last: Outputs, expected: dict[OutputName, Truth]
 ) -> Generator[Move, list[torch.Tensor], list[Failure]]:
-    """Return the differences of two equal calls, without outputs that break the contract."""
+    """Return the differences of two equal calls, without outputs that break the contract.
+
+    Most often all bits are equal, which one launch finds out for all outputs; the others are compared by their values.
+    """
     refused = {each.output for each in verdict.failures if each.kind == "contract"}
+    names = [name for name in bench.case.problem.needs.outputs if name not in refused]
+    with bench.clock.stage("judge"):
+        alike = [name for name in names if _alike(getattr(kept, name), getattr(last, name))]
+        rows = [tuple(valid_rows(bench.case.problem, name, getattr(each, name)) for each in (kept, last)) for name in alike]
+        flags = differing([(before, after) for before, after in rows])
+    if flags is not None:
+        values = yield Move(flags, "judge", outputs=[getattr(last, name) for name in alike])
+        equal = {name for name, value in zip(alike, values, strict=True) if not int(value)}
+        names = [name for name in names if name not in equal]
     # A batch judged head by head has no whole Truth: only outputs declared deterministic are compared.
-    judged = {name: expected.get(name) for name in bench.case.problem.needs.outputs if name not in refused}
+    judged = {name: expected.get(name) for name in names}
     with bench.clock.stage("judge"):
         compared = list(_differences(bench, kept, last, judged))
-    counts = yield Move([each.count for each in compared if isinstance(each, _Difference)], "judge")
+    numbers = [each.count for each in compared if isinstance(each, _Difference)]
+    counts = (yield Move(numbers, "judge")) if numbers else []
     with bench.clock.stage("judge"):
         rest = iter(counts)
         failures = [each if isinstance(each, Failure) else each.failure(bench, int(next(rest))) for each in compared]
@@ -96,7 +110,17 @@ def _earlier(bench: Bench, problem: Problem, bands: Bands) -> Outputs:
 
 def _cloned(outputs: Outputs) -> Outputs:
     values = {each.name: getattr(outputs, each.name) for each in dataclasses.fields(outputs)}
-    return Outputs(**{name: value.detach().clone() if _plain(value) else value for name, value in values.items()})
+    plain = {name: value for name, value in values.items() if _plain(value)}
+    return Outputs(**values | dict(zip(plain, clones(list(plain.values())), strict=True)))
+
+
+def _alike(before: object, after: object) -> bool:
+    """Whether both are tensors with readable elements, of one shape and dtype."""
+    if not (_plain(before) and _plain(after)):
+        return False
+    assert isinstance(before, torch.Tensor)
+    assert isinstance(after, torch.Tensor)
+    return bool(before.shape == after.shape and before.dtype == after.dtype)
 
 
 def _plain(value: object) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from attnfuzz.harness.trial.slack import Slack
 from attnfuzz.harness.trial.writes import Writes
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.support.memory import Watch, allocating, watching
 
 CPU = torch.device("cpu")
 
@@ -82,6 +85,47 @@ def test_tensors_of_the_kernels_own_are_equal(compiled: Compiled, made: str, fil
     if made != "bool":
         # Values of empty bools are not defined.
         assert contents(bands) == contents(plain)
+
+
+def test_tensors_that_nothing_uses_yet_are_filled_by_one_launch(compiled: Compiled) -> None:
+    plain, bands, watch = Bands(), Bands(), Watch()
+    chosen = [each for each in MADE if each not in ("bool", "ones", "transposed")]
+    with PoisonEmpty(plain):
+        for each in chosen:
+            MADE[each]()
+    with generated(compiled):
+        compiled.calls.clear()
+        with watching(watch), PoisonEmpty(bands, watch=watch):
+            with allocating():
+                for each in chosen:
+                    MADE[each]()
+                assert compiled.calls == {}
+            assert compiled.calls == {"guarded_pieces": 1}
+            MADE["half"]()
+            assert compiled.calls == {"guarded_pieces": 2}, "outside of the context each is filled at once"
+        assert bands.broken() is None
+    assert contents(bands)[:-1] == contents(plain)
+
+
+def test_a_watch_keeps_no_memory_of_a_launch_that_has_ended() -> None:
+    watch, bands = Watch(), Bands()
+    with watching(watch), PoisonEmpty(bands, watch=watch), allocating():
+        torch.empty(5)
+    kept = weakref.ref(bands)
+    del bands
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_promise_that_is_broken_changes_nothing(compiled: Compiled) -> None:
+    watch = Watch()
+    with generated(compiled), watching(watch), PoisonEmpty(Bands(), watch=watch), allocating():
+        x, y = torch.empty(5), torch.zeros(5)
+        view = y.view(5, 1)
+        assert x.isnan().all()
+        x.copy_(view[:, 0] + 1)
+    assert x.tolist() == [1.0] * 5
+    assert not y.any()
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])

@@ -21,7 +21,7 @@ from attnfuzz.kernels.expressions.named import alibi
 from attnfuzz.kernels.expressions.tree import to_data
 from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.oracles.budgets.bounds import budgets
-from attnfuzz.oracles.fused import fused
+from attnfuzz.oracles.fused import fused, stacked, sums_of, whole_of
 from attnfuzz.strategies.case import Recipe
 
 launch = importlib.import_module("attnfuzz.oracles.fused.launch")
@@ -137,3 +137,27 @@ def test_a_kernel_is_compiled_once_for_arguments_of_a_kind(compiled: Compiled) -
 @fused
 def sized(x: torch.Tensor, y: torch.Tensor, scale: float, what: str) -> torch.Tensor:
     return (x + y if what == "sum" else x - y) * scale
+
+
+@stacked
+def _three_results(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x + 1, x > 0, x * 2
+
+
+def test_results_of_one_dtype_lie_together_where_that_is_asked_for(compiled: Compiled) -> None:
+    x = torch.tensor([[1.0, -2.0, 3.0], [0.0, 4.0, -1.0]], dtype=torch.float64)
+    plain = _three_results(x)
+    assert whole_of([plain[0], plain[2]]) is None
+    with generated(compiled):
+        more, positive, twice = _three_results(x)
+    for one, other in zip((more, positive, twice), plain, strict=True):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+    whole = whole_of([more, twice])
+    assert whole is not None
+    assert whole.data_ptr() == more.data_ptr()
+    assert torch.equal(whole, torch.stack([more, twice]))
+    assert whole_of([twice, more]) is None, "the order counts"
+    assert whole_of([more, twice[:1]]) is None
+    assert [each.tolist() for each in sums_of([more, twice])] == [each.tolist() for each in sums_of([plain[0], plain[2]])]
+    assert [each.tolist() for each in sums_of([more, twice])] == [[[5.0], [6.0]], [[4.0], [6.0]]]

@@ -17,7 +17,7 @@ from attnfuzz.kernels.problem import Problem
 from attnfuzz.oracles.attention import sequences, visible_keys
 from attnfuzz.oracles.relations import worst
 from attnfuzz.oracles.relations.difference import Difference
-from attnfuzz.oracles.relations.sizes import Noise, first_seeing, key_counts, sum_of_seeing
+from attnfuzz.oracles.relations.sizes import Noise, Seeing
 from attnfuzz.strategies.case import Recipe
 
 
@@ -146,7 +146,10 @@ def test_ratios_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lengths", [(5, 9), (9, 5), (1, 1), (4, 0), (0, 4)])
 def test_sums_over_the_rows_that_see_a_key(causal: str | None, lengths: tuple[int, int]) -> None:
     problem = Problem(seqlens_q=lengths[:1], seqlens_k=lengths[1:], dim_qk=16, dim_v=16, causal=causal)
-    counts = key_counts(problem, 0, "cpu")
-    by_row = torch.rand((3, lengths[0]), dtype=torch.float64)
-    summed = sum_of_seeing(first_seeing(counts, lengths[1]), by_row)
-    torch.testing.assert_close(summed, by_row @ visible_keys(problem, 0).double())
+    seeing, visible = Seeing(problem, 0, torch.device("cpu")), visible_keys(problem, 0).double()
+    by_row = torch.rand((3, lengths[0], 2), dtype=torch.float64)
+    summed = torch.where(seeing.touched != 0, seeing.sums(by_row), 0.0)
+    torch.testing.assert_close(summed, torch.einsum("hid,ij->hjd", by_row, visible))
+    assert torch.equal(seeing.counts[:, 0], visible.sum(1))
+    assert torch.equal(seeing.touched[:, 0], visible.any(0).double())
+    assert torch.equal(seeing.rows_from, visible.sum(0).clamp(min=1.0))

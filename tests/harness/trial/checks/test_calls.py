@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.checks import calls
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.harness.trial.trial import check_runnable, run_trial
 from attnfuzz.kernels import registry
@@ -27,6 +28,24 @@ from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
 from attnfuzz.strategies.case import CALLS, Case, Check, Recipe
 from attnfuzz.strategies.earlier_calls import earlier_problems, other_problems, why_not_call
 from attnfuzz.strategies.trials import call_checks
+
+
+def bits_differ(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """What a GPU says of pairs in one launch."""
+
+    def words(x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
+
+    return [torch.tensor([int((words(one) != words(other)).any())]) for one, other in pairs]
+
+
+@pytest.fixture(autouse=True, scope="module", params=["values", "bits first"])
+def compared(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How equal calls are compared: as on a CPU, and as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "bits first":
+            patch.setattr(calls, "differing", bits_differ)
+        yield
 
 
 def tried(subject: Subject, check: Check, problem: Problem = PROBLEM, seed: int = 0) -> Verdict:
