@@ -357,19 +357,19 @@ class _Size(NamedTuple):
 
     rows: int
     keys: int
-    count: int
+    slots: int
 
     @property
     def padded(self) -> int:
-        return self.rows * self.keys * self.count
+        return self.rows * self.keys * self.slots
 
     def cost(self, around: int) -> int:
         """Return the scores that it costs as much as."""
-        return self.padded + around * (self.rows + self.keys) * self.count
+        return self.padded + around * (self.rows + self.keys) * self.slots
 
     def beside(self, other: _Size) -> _Size:
         """Return that of both in one frame."""
-        return _Size(max(self.rows, other.rows), max(self.keys, other.keys), self.count + other.count)
+        return _Size(max(self.rows, other.rows), max(self.keys, other.keys), self.slots + other.slots)
 
 
 class _Group(NamedTuple):
