@@ -135,7 +135,8 @@ def left_running(machine: Execution, operation: Operation) -> ProtocolFault:
     step = operation.step
     name = machine.program.roles[operation.role].name
     reason = f"all roles have ended, and none has waited for its {step.text!r}"
-    stage = step.writes[0].stage if step.writes else 0
+    own = 0 if step.barrier is None or step.barrier.alone else step.barrier.index
+    stage = step.writes[0].stage if step.writes else own
     return ProtocolFault("left-running", name, step.barrier.text if step.barrier else "", stage, step.iteration, reason)
 
 
