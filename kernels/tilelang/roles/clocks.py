@@ -59,9 +59,10 @@ class History:
     def conflict(self, access: Access, clock: Clock) -> Access | None:
         """Return an earlier access of which nothing says that it has happened before `access`, and one of both writes."""
         for each in self.accesses:
-            if (access.write or each.write) and overlap(each.box, access.box) and not each.before(clock):
-                if not _pipelined(access, each):
-                    return each
+            if not (access.write or each.write) or not overlap(each.box, access.box) or each.before(clock):
+                continue
+            if not _pipelined(access, each):
+                return each
         return None
 
     def add(self, access: Access) -> None:

@@ -25,6 +25,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "no wait for a free stage": ({"wait_free": False}, ("early-overwrite", COPIER, "free[0]", 0, 2)),
     "the other phase": ({"shift": 1}, ("wrong-phase", READER, "full[0]", 0, 0)),
     "one arrival short": ({"arrivals": COMPUTE + 1}, ("deadlock", COPIER, "free[0]", 0, 2)),
+    "more arrivals than are counted": ({"filled": 31}, ("wrong-phase", COPIER, "full[0]", 0, 0)),
     "bytes that never come": ({"more_bytes": 64}, ("wrong-bytes", READER, "full[0]", 0, 0)),
     "a copy that nobody waits for": ({"unused": True}, ("left-running", COPIER, "full[0]", 0, 4)),
 }
