@@ -69,7 +69,9 @@ def selftest_memory_command(faults: tuple[str, ...], cases: int, seed: int, as_j
 @seed_option
 @json_option
 def selftest_barriers_command(faults: tuple[str, ...], schedules: int, seed: int, as_json: bool) -> None:
-    """Seven faults of barriers in copies of tilelang.sm100.wasp, and TileLang's kernels with warp roles as they are, on the CPU.
+    """Seven faults of barriers in copies of tilelang.sm100.wasp, and TileLang's kernels as they are, on the CPU.
+
+    Of these, each function with warp roles, or with asynchronous copies or products.
 
     Exit 0 only if each fault is found as what it is, with its role, barrier, stage and iteration, and nothing is found in the
     kernels, under the schedules and in all interleavings of one block.

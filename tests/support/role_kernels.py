@@ -21,6 +21,7 @@ def doubled(
     wait_free: bool = True,
     shift: int = 0,
     arrivals: int = COMPUTE,
+    filled: int = 32,
     more_bytes: int = 0,
     halves: bool = False,
     unused: bool = False,
@@ -32,6 +33,7 @@ def doubled(
         wait_free: whether the copying warp waits until a stage is free.
         shift: added to the phase that is waited for.
         arrivals: those that make a stage free.
+        filled: those that make a stage full, beside its bytes.
         more_bytes: bytes that no copy has, expected at each tile.
         halves: whether the second half of each tile is copied behind the arrivals.
         unused: whether a last tile is copied that nobody waits for.
@@ -43,7 +45,7 @@ def doubled(
         with T.Kernel(1, threads=ALL) as _:
             tile = T.alloc_shared((STAGES, ROWS, 32), "float32")
             own = T.alloc_fragment((ROWS, 32), "float32")
-            full = T.alloc_barrier([32] * STAGES)
+            full = T.alloc_barrier([filled] * STAGES)
             free = T.alloc_barrier([arrivals] * STAGES)
             thread = T.get_thread_binding()
             steps = T.ceildiv(rows, ROWS)

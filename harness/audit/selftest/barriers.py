@@ -21,7 +21,7 @@ from attnfuzz.kernels.tilelang.roles.executor import Executable, Launched, colle
 from attnfuzz.kernels.tilelang.roles.explore import explore
 from attnfuzz.kernels.tilelang.roles.machine import Machine
 from attnfuzz.kernels.tilelang.roles.memory import Memory
-from attnfuzz.kernels.tilelang.roles.steps import BlockProgram
+from attnfuzz.kernels.tilelang.roles.steps import BlockProgram, Kind
 from attnfuzz.kernels.tilelang.roles.trying import Shown, first_fault, schedules
 from attnfuzz.strategies.case import Recipe
 
@@ -93,7 +93,7 @@ class BarriersTried:
 
 
 def barriers(advance: Advance, only: Sequence[str] = (), count: int = SCHEDULES, seed: int = 0) -> BarriersTried:
-    """Try each planted fault, and each function with roles of TileLang's kernels as it is.
+    """Try each planted fault, and each function of TileLang's kernels that needs an order, as it is.
 
     Args:
         advance: hears of progress.
@@ -171,7 +171,7 @@ def _wrong(shown: Shown | None, expected: str, count: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A function of a kernel that has several roles, and the block of a call that has the most steps."""
+    """A function of a kernel in which several things go on at once, and the block of a call that has the most steps."""
 
     kernel: str
     config: Config
@@ -180,7 +180,7 @@ class _Function:
 
 
 def _functions(kernels: Sequence[Kernel]) -> Iterator[_Function]:
-    """Yield the functions with roles of kernels, for each of their Configs; equal functions once."""
+    """Yield the functions of kernels with roles or asynchronous operations, for each of their Configs; equal functions once."""
     known: set[str] = set()
     for kernel in kernels:
         can = kernel.capabilities
@@ -194,9 +194,9 @@ def _functions(kernels: Sequence[Kernel]) -> Iterator[_Function]:
                     if key in known:
                         continue
                     known.add(key)
-                    first, *others = function.programs(arguments)
-                    if len(first.roles) > 1:
-                        yield _Function(kernel.name, config, function, max((first, *others), key=_size))
+                    longest = max(function.programs(arguments), key=_size)
+                    if _needs_order(longest):
+                        yield _Function(kernel.name, config, function, longest)
 
 
 def _launches(kernel: Kernel, problem: Problem, config: Config, *, backward: bool) -> list[Launched]:
@@ -210,6 +210,12 @@ def _launches(kernel: Kernel, problem: Problem, config: Config, *, backward: boo
         if backward:
             built.backward(inputs, o, lse)
     return launches[count:] if backward else launches
+
+
+def _needs_order(program: BlockProgram) -> bool:
+    """Whether something goes on beside what a role does: another role, or an asynchronous copy or product."""
+    steps = [step for role in program.roles for step in role.steps]
+    return len(program.roles) > 1 or any(step.kind in (Kind.COPY, Kind.PRODUCT) for step in steps)
 
 
 def _size(program: BlockProgram) -> int:

@@ -30,12 +30,14 @@ class Clock:
 class Access:
     """One access to a buffer: by a role at one of its steps, or by an asynchronous operation."""
 
-    __slots__ = ("box", "number", "operation", "part", "role", "step", "stream", "write")
+    __slots__ = ("accumulator", "box", "number", "operation", "part", "role", "step", "stream", "write")
 
     def __init__(self, part: Part, step: Step, role: int, number: int, *, write: bool, operation: int = -1) -> None:
         self.part, self.box, self.step = part, part.box, step
         self.role, self.number, self.operation, self.write = role, number, operation, write
         self.stream = step.stream
+        self.accumulator = bool(step.stream) and any(each is part for each in step.writes)
+        """Whether it is a product's access to the result that it adds to."""
 
     def before(self, clock: Clock) -> bool:
         """Whether `clock` knows that this access has happened."""
@@ -57,9 +59,9 @@ class History:
     def conflict(self, access: Access, clock: Clock) -> Access | None:
         """Return an earlier access of which nothing says that it has happened before `access`, and one of both writes."""
         for each in self.accesses:
-            if (access.write or each.write) and overlap(each.box, access.box) and not each.before(clock):
-                if access.stream and each.stream == access.stream:
-                    continue  # products of one stream run in order
+            if not (access.write or each.write) or not overlap(each.box, access.box) or each.before(clock):
+                continue
+            if not _pipelined(access, each):
                 return each
         return None
 
@@ -89,6 +91,14 @@ class History:
         for each in self.written:
             left = [piece for part in left for piece in _without(part, each)]
         return not left
+
+
+def _pipelined(one: Access, other: Access) -> bool:
+    """Whether both are products of one stream that add to the same result: these run in order without a wait.
+
+    PTX ISA, "Pipelined tcgen05 Instructions", and for wgmma "Asynchronous warpgroup level matrix instructions".
+    """
+    return bool(one.stream) and one.stream == other.stream and one.accumulator and other.accumulator and one.box == other.box
 
 
 def _without(box: Box, hole: Box) -> list[Box]:

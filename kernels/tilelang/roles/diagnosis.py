@@ -9,7 +9,7 @@ from attnfuzz.kernels.tilelang.roles.clocks import Access
 from attnfuzz.kernels.tilelang.roles.state import Execution, Operation, Phases
 from attnfuzz.kernels.tilelang.roles.steps import Kind, Mbarrier, Step
 
-__all__ = ["bytes_left", "conflict", "deadlock", "left_running", "unwritten"]
+__all__ = ["bytes_left", "conflict", "deadlock", "left_running", "too_many", "unwritten"]
 
 
 def conflict(machine: Execution, access: Access, other: Access) -> ProtocolFault:
@@ -135,7 +135,8 @@ def left_running(machine: Execution, operation: Operation) -> ProtocolFault:
     step = operation.step
     name = machine.program.roles[operation.role].name
     reason = f"all roles have ended, and none has waited for its {step.text!r}"
-    stage = step.writes[0].stage if step.writes else 0
+    own = 0 if step.barrier is None or step.barrier.alone else step.barrier.index
+    stage = step.writes[0].stage if step.writes else own
     return ProtocolFault("left-running", name, step.barrier.text if step.barrier else "", stage, step.iteration, reason)
 
 
@@ -151,6 +152,16 @@ def bytes_left(machine: Execution, phases: Phases) -> ProtocolFault:
     stage = 0 if barrier.alone else barrier.index
     reason = f"{barrier.text} still expects {phases.bytes} bytes when all roles have ended"
     return ProtocolFault("wrong-bytes", role.name, barrier.text, stage, step.iteration, reason)
+
+
+def too_many(machine: Execution, role: int, step: Step) -> ProtocolFault:
+    """More arrivals than the phase that runs counts, which still waits for bytes."""
+    assert step.barrier is not None
+    phases = machine.phases[_key(step.barrier)]
+    missing = f"{phases.barrier.arrivals} arrivals, and lacks {phases.bytes} bytes alone"
+    return _blocked(
+        machine, "wrong-phase", role, step, f"it arrives at {step.barrier.text}, whose phase {phases.completed} has all {missing}"
+    )
 
 
 def deadlock(machine: Execution) -> ProtocolFault:

@@ -204,7 +204,7 @@ class Machine:
         if step.kind is Kind.WAIT:
             self._pass(role, self._phases(step))
         elif step.kind is Kind.ARRIVE:
-            self.arrive(self._phases(step), step.count, runner.clock)
+            self._arrive(role, step, step.count, runner.clock)
         elif step.kind is Kind.EXPECT:
             self._phases(step).bytes += step.count
         elif step.kind in (Kind.COPY, Kind.PRODUCT, Kind.COMMIT):
@@ -226,17 +226,23 @@ class Machine:
         (phases.stale.add if observed < 0 or before == observed else phases.stale.discard)(role)
         self.runners[role].clock.join(phases.past)
 
-    def arrive(self, phases: Phases, count: int, clock: Clock) -> None:
-        """Count arrivals, each of which may complete a phase."""
+    def _arrive(self, role: int, step: Step, count: int, clock: Clock) -> None:
+        if not self.arrive(self._phases(step), count, clock):
+            raise diagnosis.too_many(self, role, step)
+
+    def arrive(self, phases: Phases, count: int, clock: Clock) -> bool:
+        """Count arrivals, each of which may complete a phase; False if a phase that lacks bytes alone has more than it counts.
+
+        The number of arrivals that a phase lacks must not fall below 0: PTX ISA, "Contents of the mbarrier object".
+        """
         while count:
             taken = min(count, phases.pending)
             phases.pending -= taken
             count -= taken
             phases.current.join(clock)
             if not self.complete(phases) and not taken:
-                # arrivals beyond the expected ones wait for the bytes of this phase
-                phases.pending -= count
-                return
+                return False
+        return True
 
     def complete(self, phases: Phases) -> bool:
         """Complete the phase that runs, if nothing is missing."""
@@ -311,4 +317,4 @@ class Machine:
             phases.current.join(operation.known)
             self.complete(phases)
         else:
-            self.arrive(phases, 1, operation.known)
+            self._arrive(operation.role, step, 1, operation.known)

@@ -77,8 +77,8 @@ class Execution(Protocol):
     def take(self, turn: Turn) -> None:
         """Let one thing happen."""
 
-    def arrive(self, phases: Phases, count: int, clock: Clock) -> None:
-        """Count arrivals."""
+    def arrive(self, phases: Phases, count: int, clock: Clock) -> bool:
+        """Count arrivals; False if the phase that runs has more than it counts."""
 
     def again(self) -> Execution:
         """Return another execution in the same state, without numbers."""

@@ -76,7 +76,7 @@ class Step:
     threads: int = 1
     """Threads that arrive at a named barrier."""
     stream: str = ""
-    """Products of one stream finish in order."""
+    """Products of one stream finish in order, but only those that add to the same result may count on it without a wait."""
     iteration: int = 0
     """Iteration of its role's pipeline."""
 

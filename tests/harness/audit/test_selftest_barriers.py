@@ -65,14 +65,26 @@ def test_all_is_right() -> None:
     ]
     functions = {f"{each.kernel} {each.function}": each for each in done.clean}
     assert set(functions) == {
-        "tilelang.mha dense_forward", "tilelang.mha dense_backward", "tilelang.sm100.wasp sm100_forward_wasp",
+        "tilelang.mha dense_forward", "tilelang.mha dense_backward",
+        "tilelang.sm100.wasp sm100_forward_wasp", "tilelang.sm100.wasp sm100_backward",
     }  # fmt: skip
     assert {heard[name] for name in functions} == {60}
     for each in done.clean:
         assert (each.schedules, each.with_numbers, each.alarms, each.complete) == (60, 2, (), True)
-        assert len(each.roles) == (3 if "wasp" in each.function else 2)
+        roles = {"sm100_forward_wasp": 3, "sm100_backward": 1}
+        assert len(each.roles) == roles.get(each.function, 2)
         assert float(each.interleavings) > 1e10
     assert "every fault is found, and no false alarm" in text_of(done)
+
+
+def test_blackwell_functions_of_one_role_are_taken_too() -> None:
+    kernels = [OneConfig(registry.get(f"tilelang.sm100.{variant}")) for variant in ("ss", "ts", "wasp")]
+    found = [(each.kernel, each.program.name, len(each.program.roles)) for each in selftest._functions(kernels)]
+    assert found == [
+        ("tilelang.sm100.ss", "sm100_forward_ss", 1), ("tilelang.sm100.ss", "sm100_backward", 1),
+        ("tilelang.sm100.ts", "sm100_forward_ts", 1), ("tilelang.sm100.ts", "sm100_backward", 1),
+        ("tilelang.sm100.wasp", "sm100_forward_wasp", 3),
+    ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("few")

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from attnfuzz.kernels.errors import BadArgument  # noqa: E402
 from attnfuzz.kernels.faults import barriers  # noqa: E402
 from attnfuzz.kernels.faults.barriers import FAULTS, PlantedBarrier, faulty_module  # noqa: E402
-from attnfuzz.kernels.faults.planted import Edit  # noqa: E402
+from attnfuzz.kernels.faults.planted import Edit, planted_copy  # noqa: E402
 from attnfuzz.kernels.tilelang import sm100_forward_device  # noqa: E402
 from attnfuzz.kernels.tilelang.roles.executor import executable  # noqa: E402
 from attnfuzz.kernels.tilelang.roles.explore import explore  # noqa: E402
@@ -48,6 +48,15 @@ def test_the_kernel_itself_is_clean() -> None:
     assert first_fault(program, 100, 0) is None
     done = explore(program)
     assert (done.fault, done.complete, done.census.complete, done.census.stuck) == (None, True, True, 0)
+
+
+def test_a_commit_that_is_left_running_has_the_stage_of_its_barrier() -> None:
+    wait = "for unused in T.serial(steps, steps + STAGES):"
+    shown = first_fault(block(planted_copy(barriers.MODULE, [Edit(wait, wait.replace("STAGES", "1"))])), 1, 0)
+    assert shown is not None
+    found = shown.fault
+    assert (found.kind, found.role, found.barrier) == ("left-running", "MMA threads 160-191", "v_free[1]")
+    assert (found.stage, found.iteration) == (1, 4)
 
 
 def test_an_edit_that_no_longer_fits_is_refused() -> None:

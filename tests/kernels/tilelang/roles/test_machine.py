@@ -13,8 +13,10 @@ pytest.importorskip("torch")
 from support.role_kernels import COMPUTE, program
 
 from attnfuzz.kernels.support.protocol import ProtocolFault
+from attnfuzz.kernels.tilelang.roles import regions
 from attnfuzz.kernels.tilelang.roles.machine import Machine
-from attnfuzz.kernels.tilelang.roles.steps import BlockProgram
+from attnfuzz.kernels.tilelang.roles.regions import Buffer
+from attnfuzz.kernels.tilelang.roles.steps import BlockProgram, Kind, Mbarrier, Role, Step
 from attnfuzz.kernels.tilelang.roles.trying import first_fault, schedules
 
 READER, COPIER = "compute threads 0-127", "DMA threads 128-159"
@@ -23,6 +25,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "no wait for a free stage": ({"wait_free": False}, ("early-overwrite", COPIER, "free[0]", 0, 2)),
     "the other phase": ({"shift": 1}, ("wrong-phase", READER, "full[0]", 0, 0)),
     "one arrival short": ({"arrivals": COMPUTE + 1}, ("deadlock", COPIER, "free[0]", 0, 2)),
+    "more arrivals than are counted": ({"filled": 31}, ("wrong-phase", COPIER, "full[0]", 0, 0)),
     "bytes that never come": ({"more_bytes": 64}, ("wrong-bytes", READER, "full[0]", 0, 0)),
     "a copy that nobody waits for": ({"unused": True}, ("left-running", COPIER, "full[0]", 0, 4)),
 }
@@ -93,3 +96,36 @@ def test_the_check_of_a_fault_has_no_numbers() -> None:
     assert fault.check == "DMA at free"
     assert str(fault) == "DMA threads 128-159, barrier free[1], stage 1, iteration 3: it waits"
     assert str(ProtocolFault("early-read", READER, "", 0, 0, "x")) == "compute threads 0-127, no barrier, stage 0, iteration 0: x"
+
+
+def products(*, chained: bool, waits: bool = False) -> BlockProgram:
+    """One role that starts two products, of which the second adds to the first one's result, or takes it as its left operand."""
+    left, right, first, second = (
+        regions.block(Buffer(name, (128, 128), "float16", "shared.tmem", slot), (0, 0), (128, 128))
+        for slot, name in enumerate("ABCD")
+    )
+    done = tuple(Mbarrier("done", index, 1, alone=False, slot=4) for index in range(2))
+    target = second if chained else first
+    started = [
+        Step(Kind.PRODUCT, "A B to C", (), reads=(left, right), writes=(first,), stream="tcgen05 0", barrier=done[0]),
+        Step(
+            Kind.PRODUCT, "C B to D" if chained else "A B to C", (), reads=(first if chained else left, right, target),
+            writes=(target,), stream="tcgen05 0", barrier=done[1],
+        ),
+    ]  # fmt: skip
+    wait = [Step(Kind.WAIT, f"wait for parity 0 of done[{index}]", (), barrier=done[index]) for index in range(2)]
+    filled = Step(Kind.COMPUTE, "fill", (), writes=(left, right, second))
+    steps = [filled, started[0], *wait[: int(waits)], started[1], *wait]
+    buffers = tuple(each.buffer for each in (left, right, first, second))
+    return BlockProgram("products", (0, 0, 0), (Role("MMA threads 0-31", (0, 32), steps),), done, buffers, {}, frozenset())
+
+
+def test_products_are_in_order_only_where_they_share_an_accumulator() -> None:
+    Machine(products(chained=False)).run()
+    # nothing but an mbarrier says when a result may be taken as an operand
+    with pytest.raises(ProtocolFault) as found:
+        Machine(products(chained=True)).run()
+    assert (found.value.kind, found.value.barrier, found.value.stage) == ("early-read", "done[0]", 0)
+    twice = products(chained=True, waits=True)
+    twice.roles[0].steps.pop(-2)
+    Machine(twice).run()
