@@ -21,7 +21,9 @@ from attnfuzz.oracles.fused.launch import Fused, Handwritten
 __all__ = ["Requests"]
 
 _ROOT = Path(__file__).resolve().parent.parent
-_ASIDE = (str(_ROOT / "benchmarks"), str(_ROOT / "oracles" / "fused"))
+_OURS = tuple(str(_ROOT / name) for name in ("harness", "kernels", "oracles", "strategies"))
+"""tox keeps installed packages within the repository too."""
+_ASIDE = str(_ROOT / "oracles" / "fused")
 _NOTHING = frozenset(
     f"aten::{name}"
     for name in (
@@ -113,7 +115,7 @@ def _line() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         file = str(Path(frame.f_code.co_filename).resolve())
-        if file.startswith(str(_ROOT)) and not file.startswith(_ASIDE):
+        if file.startswith(_OURS) and not file.startswith(_ASIDE):
             return f"{file[len(str(_ROOT)) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"
