@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attnfuzz import harness
 from attnfuzz.oracles.fused.launch import Fused, Handwritten
 
 __all__ = ["Requests"]
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(harness.__file__).resolve().parent.parent
+"""The package, which may be installed elsewhere than in this repository."""
 _OURS = tuple(str(_ROOT / name) for name in ("harness", "kernels", "oracles", "strategies"))
-"""tox keeps installed packages within the repository too."""
 _ASIDE = str(_ROOT / "oracles" / "fused")
 _NOTHING = frozenset(
     f"aten::{name}"
