@@ -6,6 +6,8 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+import msgspec
+
 from attnfuzz.harness.campaign.account import Account
 from attnfuzz.harness.campaign.events import Phase, Rate
 from attnfuzz.harness.campaign.journal import Journal, LeftBehind
@@ -20,8 +22,8 @@ from attnfuzz.strategies.case import Case
 __all__ = ["TrialRunner", "tries"]
 
 _MOST_TRIES = 12
-_REMEMBERED = 2000
-"""Verdicts that a runner remembers."""
+_REMEMBERED, _PASSED = 2000, 500
+"""Verdicts that a runner remembers, and how many of them may be of drawn Cases that pass: each kernel of a run has a runner."""
 
 
 def tries(rate: Rate | None) -> int:
@@ -44,11 +46,32 @@ def _fails(verdict: Verdict) -> bool:
 class Memo(dict[Case, Verdict]):
     """The Verdicts of the latest Cases: shrinking need not run them again."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed: dict[Case, None] = {}
+        """Drawn Cases that passed."""
+        self._like = Verdict(status="pass")
+
     def __setitem__(self, case: Case, verdict: Verdict) -> None:
         """Remember a Verdict, and forget the oldest if there are many."""
+        like = self._like
+        if (verdict.device, verdict.versions) == (like.device, like.versions):
+            # Each message of a child has its own copy, which is more than a third of a Verdict.
+            verdict = msgspec.structs.replace(verdict, device=like.device, versions=like.versions)
+        self._like = verdict
         super().__setitem__(case, verdict)
         if len(self) > _REMEMBERED:
             del self[next(iter(self))]
+
+    def drawn(self, case: Case, verdict: Verdict) -> None:
+        """Remember the Verdict of a drawn Case; of those that pass, shrinking asks for few."""
+        self[case] = verdict
+        if not verdict.failures:
+            self._passed[case] = None
+            if len(self._passed) > _PASSED:
+                oldest = next(iter(self._passed))
+                del self._passed[oldest]
+                self.pop(oldest, None)
 
 
 class TrialRunner:
@@ -102,13 +125,14 @@ class TrialRunner:
         case, self.in_flight = self.in_flight, None
         try:
             with self._account.trial():
-                verdict = self.memo[case] = self.executor.finish()
+                verdict = self.executor.finish()
         except OutOfTime:
             if resumed and self._journal:
                 self._journal.abandon()
             else:
                 self._land()
             raise
+        self._remember(phase, case, verdict)
         if phase == "generate" and verdict.failures:
             self._failing = [case]
         self._land()
@@ -162,10 +186,16 @@ class TrialRunner:
         for case, verdict in zip(cases, verdicts, strict=True):
             # One without a pattern stands for no finding.
             if all(each.pattern is not None or each.kind not in PATTERNED for each in verdict.failures):
-                self.memo[case] = verdict
+                self._remember(phase, case, verdict)
             self.trials += 1
             self._finished(phase, case, verdict)
         return verdicts
+
+    def _remember(self, phase: Phase, case: Case, verdict: Verdict) -> None:
+        if phase == "generate":
+            self.memo.drawn(case, verdict)
+        else:
+            self.memo[case] = verdict
 
     def run(
         self,

@@ -142,7 +142,7 @@ def test_workers_share_the_stored_cases_and_draw_none_before(
 @pytest.mark.slow
 def test_three_thousand_cases_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker and its campaign remember of Cases has an end, or grows by an id for each where their number has."""
-    monkeypatch.setattr("attnfuzz.harness.campaign.runner._REMEMBERED", 200)
+    monkeypatch.setattr("attnfuzz.harness.campaign.runner._PASSED", 200)
     settings = Settings(max_examples=3000, out=None, plain=True)
     context = CampaignContext(settings)
     executor = FunctionExecutor(lambda _: PASS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.runs import FunctionExecutor
 
@@ -162,6 +163,35 @@ def test_verdicts_are_remembered_up_to_a_number() -> None:
     assert len(memo) == 2000
     assert case(2499) in memo
     assert case(0) not in memo
+
+
+def test_of_drawn_cases_that_pass_fewer_are_remembered() -> None:
+    """A run of many kernels remembers them for each, and grows until all have as many."""
+    runner = TrialRunner(FunctionExecutor(lambda each: WRONG if each.recipe.seed % 100 == 0 else PASS))
+    for _ in runner.run_each([case(number) for number in range(1500)], "generate"):
+        pass
+    for _ in runner.run_each([case(number) for number in range(2000, 2400)], "shrink"):
+        pass
+    remembered = {each.recipe.seed for each in runner.memo}
+    failed = set(range(0, 1500, 100))
+    assert remembered == failed | {*range(995, 1500)} | {*range(2000, 2400)}
+
+
+def test_remembered_verdicts_share_what_is_the_same_in_all() -> None:
+    """Each message of a child has its own copy of the device and the versions, a third of the memory of a Verdict."""
+    memo = Memo()
+
+    def verdict(torch: str) -> Verdict:
+        text = f'{{"status": "pass", "device": "cpu (of a kind)", "versions": {{"python": "3.11.7", "torch": "{torch}"}}}}'
+        return msgspec.json.decode(text, type=Verdict)
+
+    for number, torch in enumerate(("2.13.0", "2.13.0", "2.13.1", "2.13.1")):
+        memo[case(number)] = verdict(torch)
+    first, second, third, fourth = memo.values()
+    assert first.versions is second.versions
+    assert first.device is second.device
+    assert third == verdict("2.13.1")
+    assert third.versions is fourth.versions
 
 
 def test_a_case_that_was_in_flight_and_has_no_verdict_in_time_stays_so_for_the_next_run(tmp_path: Path) -> None:
