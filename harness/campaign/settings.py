@@ -124,6 +124,9 @@ class Settings:
     """Processes that draw Cases and run them; with 1, this process draws."""
     shrink: float | None = None
     """Seconds that shrinking one failure may take, by default as the profile says."""
+    all_variants: bool = False
+    """Draw from all variants from the start, also under a budget: the Cases are those of a run without one, in the order in which
+    their code is compiled."""
 
     def __post_init__(self) -> None:
         if self.out == "":

@@ -42,7 +42,7 @@ def campaigns(monkeypatch: pytest.MonkeyPatch) -> list[Attempt]:
     """Campaigns that take no time: those of seed 1 find nothing. The list gets what was asked for."""
     asked: list[Attempt] = []
 
-    def finished(_: Any, tasks: list[Attempt], jobs: int) -> Iterator[Found]:
+    def finished(_: Any, tasks: list[Attempt], jobs: int, **limits: Any) -> Iterator[Found]:
         for each in tasks:
             asked.append(each)
             yield row(each, killed=each.seed != 1)
@@ -88,7 +88,7 @@ def test_mutants_of_operators_have_the_same_rows_without_the_equivalent_ones(
     assert done.exit_code == 0, done.output
     assert campaigns == [Attempt(each, 0, 7, None) for each in chosen if each != chosen[1]]
     assert "3 of 3 campaigns found their bug" in done.output
-    assert "left out, as they are equivalent: 1" in done.output
+    assert "left out, as they are equivalent or cannot show here: 1" in done.output
     content = json.loads(run(*arguments, "--json").stdout)
     assert content["equivalent"] == {chosen[1]: "it is never read"}
     assert content["changes"][chosen[0]] == bank.operator_mutant(chosen[0]).mechanism
@@ -96,7 +96,7 @@ def test_mutants_of_operators_have_the_same_rows_without_the_equivalent_ones(
 
 def test_mutants_that_do_not_run_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Found("MSK-05", 0, 3, 0.5, case=CASE), Found("DIM-04", 0, 1, 0.5, kind="exception", case=CASE, runs=False)]
-    monkeypatch.setattr("support.verdict.processes.finished", lambda *_: iter(rows))
+    monkeypatch.setattr("support.verdict.processes.finished", lambda *_, **limits: iter(rows))
     done = run("MSK-05", "DIM-04", "--seeds", "1")
     assert done.exit_code == 0
     assert "does not run" in done.output
@@ -137,7 +137,7 @@ def test_wrong_use_of_operators_is_refused(arguments: list[str], text: str) -> N
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_ctrl_c_keeps_the_finished_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def finished(_: Any, tasks: list[Attempt], jobs: int) -> Iterator[Found]:
+    def finished(_: Any, tasks: list[Attempt], jobs: int, **limits: Any) -> Iterator[Found]:
         yield from map(row, tasks[:rows])
         raise KeyboardInterrupt
 
@@ -176,13 +176,13 @@ def test_a_mutant_that_shows_on_a_gpu_only_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr("support.mutants.mutants", lambda: alike)
     done = run("MSK-05")
     assert done.exit_code == 2
-    assert "ID='MSK-05': it shows on a GPU only, and campaigns run on the CPU; give another" in done.output
+    assert "ID='MSK-05': it shows on a GPU only; give another, or another --device" in done.output
 
 
 def test_a_process_that_ends_in_a_campaign_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from support.verdict.processes import LostProcess
 
-    def finished(_: Any, tasks: list[Attempt], jobs: int) -> Iterator[Found]:
+    def finished(_: Any, tasks: list[Attempt], jobs: int, **limits: Any) -> Iterator[Found]:
         raise LostProcess("a process ended")
         yield
 
