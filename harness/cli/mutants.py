@@ -28,7 +28,7 @@ _TESTS = Path(__file__).parents[2] / "tests"
 _BANK = _TESTS / "mutants" / "bugs"
 _MOST_JOBS = 4
 """Campaigns at once, as a multiple of the cores."""
-_EACH, _DEADLINE = 60.0, 20.0
+_EACH, _DEADLINE = 60.0, 10.0
 """Seconds of a campaign and of a stage on a GPU, where many campaigns share it: one that hangs must not use up their time."""
 _AGAIN = 3
 """Times that campaigns are run again in new processes, under a time for all of them, where one of the processes was lost."""
@@ -51,11 +51,11 @@ _AGAIN = 3
 @click.option(
     "--each",
     metavar="TIME",
-    help="Time of a campaign, such as 60s; it draws from all variants as without one [default: no limit, with --device cuda 60s].",
+    help="Time of each campaign (60s); it draws from all variants, as without one [default: no limit, with --device cuda 60s].",
 )
 @click.option("--budget", metavar="TIME", help="Time of all together, such as 9m; campaigns at work then are dropped.")
 @click.option(
-    "--deadline", metavar="TIME", help="A stage of a Case that takes so long hangs [default: 60s, with --device cuda 20s]."
+    "--deadline", metavar="TIME", help="A stage of a Case that takes so long hangs [default: 60s, with --device cuda 10s]."
 )
 @click.option(
     "--rows",
@@ -118,7 +118,7 @@ def mutants_command(
     tasks = [replace(campaign, mutant=id_, seed=first + n) for n in range(seeds) for id_ in detection.spread(chosen)]
     seconds = None if budget is None else _seconds(budget, "budget")
     run = _Run(detection, tasks, None if rows_file is None else writable(rows_file, "rows"))
-    run.go(at_once, seconds, as_json=as_json)
+    run.go(at_once, seconds)
     _report(detection, run, max_examples, equivalent, left_out, as_json=as_json)
     survived = any(row.cases is None for row in run.rows) or len(run.rows) < len(tasks)
     click.get_current_context().exit(INTERRUPTED if run.end == "interrupted" else FAILURES if survived else CLEAN)
@@ -252,8 +252,8 @@ class _Run:
         done = {(each.mutant, each.seed) for each in self.rows}
         return [each for each in self._tasks if each not in done]
 
-    def go(self, jobs: int, seconds: float | None, *, as_json: bool) -> None:
-        """Run the campaigns that have no row, a line for each as it ends; Ctrl-C and the end of the time keep the rows until then.
+    def go(self, jobs: int, seconds: float | None) -> None:
+        """Run the campaigns that have no row, with a line for each as it ends; Ctrl-C and the end of the time keep the rows.
 
         Raises:
             BadArgument: processes ended in the middle of campaigns, before any other had ended.
