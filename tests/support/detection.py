@@ -29,6 +29,8 @@ PLAIN = ("normal", "zeros")
 """Patterns of values that are plain."""
 _RAISED, _DEATHS = ("compile-error", "exception"), ("crash", "hang")
 _NOT_RUN = (*_RAISED, *_DEATHS)
+_BATCH = 8
+"""Cases of a batch on a GPU: a bug that ends its process does so once for each Case of the batch, which takes seconds."""
 _AGAIN, _AGAIN_SECONDS = 3, 120.0
 """Runs of a Case that ended its process on a GPU, of which one must do so again; seconds for them and for the right kernel's."""
 
@@ -182,6 +184,7 @@ def _tried(task: Attempt, mutant: Mutant, kernel: Kernel, isolated: Isolated) ->
         jobs=task.compiles,
         deadline=task.deadline,
         all_variants=True,
+        batch=_BATCH,
         out=None,
     )
     # Seconds count from where the executor's children have loaded what they need.
