@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import Listener
@@ -70,7 +70,8 @@ Numbers of Cases other than 96 have not been measured beside it."""
 
 def batch_for(settings: Settings) -> Batch:
     """Return how many Cases of a run go together."""
-    return _BATCHES[settings.device]
+    batch = _BATCHES[settings.device]
+    return batch if settings.batch is None or not batch.together else replace(batch, most=min(batch.most, settings.batch))
 
 
 @dataclass(frozen=True, slots=True)

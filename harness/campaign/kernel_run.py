@@ -45,7 +45,7 @@ def _supply(kernel: Kernel, plan: KernelPlan, context: WorkerContext, campaign: 
         campaign,
         context.settings.device,
         background=not context.settings.in_process,
-        growing=context.end is not None,
+        growing=context.end is not None and not context.settings.all_variants,
         together=context.batch.together,
     )
 
@@ -170,7 +170,7 @@ class KernelRun:
 
     def _examine(self, case: Case, verdict: Verdict) -> None:
         """Keep each failure of a drawn Case that is new."""
-        if self._new_in(verdict) is None:
+        if self._new_in(verdict) is None or self._campaign.over(self.kernel.name):
             return
         if case.check != "oracle" and self._supported(with_check(case, "oracle")):
             with contextlib.suppress(OutOfTime):

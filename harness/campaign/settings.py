@@ -124,6 +124,11 @@ class Settings:
     """Processes that draw Cases and run them; with 1, this process draws."""
     shrink: float | None = None
     """Seconds that shrinking one failure may take, by default as the profile says."""
+    all_variants: bool = False
+    """Draw from all variants from the start, also under a budget: the Cases are those of a run without one, in the order in which
+    their code is compiled."""
+    batch: int | None = None
+    """Cases that run and are judged together on a GPU, at most; those of a batch that ends its process run again one by one."""
 
     def __post_init__(self) -> None:
         if self.out == "":

@@ -7,15 +7,18 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import click
 
-from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, console, echo_json, json_option
+from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, console, echo_json, json_option, writable
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.signals import ending
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument, reject
 
 __all__ = ["mutants_command"]
@@ -25,6 +28,10 @@ _TESTS = Path(__file__).parents[2] / "tests"
 _BANK = _TESTS / "mutants" / "bugs"
 _MOST_JOBS = 4
 """Campaigns at once, as a multiple of the cores."""
+_EACH, _DEADLINE = 60.0, 10.0
+"""Seconds of a campaign and of a stage on a GPU, where many campaigns share it: one that hangs must not use up their time."""
+_AGAIN = 3
+"""Times that campaigns are run again in new processes, under a time for all of them, where one of the processes was lost."""
 
 
 @click.command("mutants", hidden=not _BANK.is_dir())
@@ -39,7 +46,30 @@ _MOST_JOBS = 4
     metavar="SECONDS",
     help="Time to shrink a failure, such as 0.01 where only the number of Cases counts [default: that of a run].",
 )
-@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Campaigns at once [default: the cores].")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where campaigns run.")
+@click.option("--seed", "first", default=0, show_default=True, type=click.IntRange(min=0), metavar="N", help="The first seed.")
+@click.option(
+    "--each",
+    metavar="TIME",
+    help="Time of each campaign (60s); it draws from all variants, as without one [default: no limit, with --device cuda 60s].",
+)
+@click.option("--budget", metavar="TIME", help="Time of all together, such as 9m; campaigns at work then are dropped.")
+@click.option(
+    "--deadline", metavar="TIME", help="A stage of a Case that takes so long hangs [default: 60s, with --device cuda 10s]."
+)
+@click.option(
+    "--rows",
+    "rows_file",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write each campaign's row at once, one a line; campaigns whose rows are there are not run again.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Campaigns at once [default: the cores, with --device cuda seven eighths of them].",
+)
 @click.option(
     "--operators",
     metavar="KERNEL",
@@ -56,7 +86,13 @@ def mutants_command(
     ids: tuple[str, ...],
     max_examples: int,
     seeds: int,
+    first: int,
     shrink: float | None,
+    device: Device,
+    each: str | None,
+    budget: str | None,
+    deadline: str | None,
+    rows_file: str | None,
     jobs: int | None,
     operators: str | None,
     sample: int | None,
@@ -69,18 +105,51 @@ def mutants_command(
     """
     detection = _of_checkout("detection")
     equivalent: dict[str, str] = {}
+    left_out: dict[str, str] = {}
     if operators is not None:
         chosen, equivalent = _by_operators(operators, ids, sample)
     elif sample is not None:
         raise reject("sample", sample, "the bank is tried as a whole", "give --operators KERNEL, or ids")
     else:
-        chosen = _chosen(_bank(), ids)
-    tasks = [detection.Attempt(each, seed, max_examples, shrink) for each in chosen for seed in range(seeds)]
+        chosen, left_out = _chosen(_bank(), ids, device)
     cores = len(os.sched_getaffinity(0))
-    rows, interrupted = _finished(detection, tasks, min(jobs or cores, _MOST_JOBS * cores), as_json=as_json)
-    _report(detection, rows, max_examples, equivalent, interrupted=interrupted, as_json=as_json)
-    survived = any(each.cases is None for each in rows)
-    click.get_current_context().exit(INTERRUPTED if interrupted else FAILURES if survived else CLEAN)
+    at_once = min(jobs or (cores if device == "cpu" else max(1, cores * 7 // 8)), _MOST_JOBS * cores)
+    campaign = detection.Attempt("", 0, max_examples, shrink, **_limits(detection, chosen, device, each, deadline, at_once))
+    tasks = [replace(campaign, mutant=id_, seed=first + n) for n in range(seeds) for id_ in detection.spread(chosen)]
+    seconds = None if budget is None else _seconds(budget, "budget")
+    run = _Run(detection, tasks, None if rows_file is None else writable(rows_file, "rows"))
+    run.go(at_once, seconds)
+    _report(detection, run, max_examples, equivalent, left_out, as_json=as_json)
+    survived = any(row.cases is None for row in run.rows) or len(run.rows) < len(tasks)
+    click.get_current_context().exit(INTERRUPTED if run.end == "interrupted" else FAILURES if survived else CLEAN)
+
+
+def _seconds(text: str, name: str) -> float:
+    from attnfuzz.harness.campaign.settings import duration
+
+    return duration(text, name)
+
+
+def _limits(
+    detection: ModuleType, chosen: Sequence[str], device: Device, each: str | None, deadline: str | None, jobs: int
+) -> dict[str, Any]:
+    """Return what the campaigns of a device have in common.
+
+    Raises:
+        BadArgument: a kernel of these mutants cannot run on the GPU, or a time is none.
+    """
+    given = {"budget": each and _seconds(each, "each"), "deadline": deadline and _seconds(deadline, "deadline")}
+    limits: dict[str, Any] = {name: value for name, value in given.items() if value}
+    if device == "cpu":
+        return limits
+    kernels = dict.fromkeys(detection.mutant_of(id_).kernel for id_ in chosen)
+    for name in kernels:
+        if reason := registry.get(name).unavailable(device):
+            raise reject("device", device, f"{name} cannot run: {reason}", "give ids of other kernels, or --device cpu")
+    # A worker has mutants of all kernels in turn, each of which needs the cores for its own compiles.
+    backends = tuple(sorted({registry.get(name).backend for name in kernels}))
+    compiles = max(1, len(os.sched_getaffinity(0)) // jobs)
+    return {"budget": _EACH, "deadline": _DEADLINE, "device": device, "backends": backends, "compiles": compiles} | limits
 
 
 def _of_checkout(name: str) -> ModuleType:
@@ -110,19 +179,26 @@ def _bank() -> dict[str, Any]:
     return bank
 
 
-def _chosen(bank: dict[str, Any], ids: Sequence[str]) -> list[str]:
-    """Return the ids of the mutants to try, each once.
+def _chosen(bank: dict[str, Any], ids: Sequence[str], device: Device) -> tuple[list[str], dict[str, str]]:
+    """Return the ids of the mutants to try, each once, and those that cannot show on the device, with the reasons.
 
     Raises:
-        BadArgument: the bank has none of an id, or it shows on a GPU only.
+        BadArgument: the bank has none of an id, or it cannot show on the device.
     """
+    reasons = {each: reason for each, mutant in bank.items() if (reason := _why_not_on(mutant, device))}
     for each in ids:
         if each not in bank:
             near = ", ".join(difflib.get_close_matches(each, bank)) or f"those of {_BANK}"
             raise reject("ID", each, f"none of the {len(bank)} mutants has that id", f"did you mean {near}?")
-        if bank[each].device != "cpu":
-            raise reject("ID", each, "it shows on a GPU only, and campaigns run on the CPU", "give another")
-    return [each for each in dict.fromkeys(ids or bank) if bank[each].device == "cpu"]
+        if each in reasons:
+            raise reject("ID", each, reasons[each], "give another, or another --device")
+    return [each for each in dict.fromkeys(ids or bank) if each not in reasons], {} if ids else reasons
+
+
+def _why_not_on(mutant: Any, device: Device) -> str:
+    if device == "cuda":
+        return str(mutant.not_on_gpu)
+    return "" if mutant.device == "cpu" else "it shows on a GPU only"
 
 
 def _by_operators(kernel: str, ids: Sequence[str], size: int | None) -> tuple[list[str], dict[str, str]]:
@@ -152,43 +228,87 @@ def _by_operators(kernel: str, ids: Sequence[str], size: int | None) -> tuple[li
     return [each for each in chosen if each not in reasons], {each: reasons[each] for each in chosen if each in reasons}
 
 
-def _finished(detection: ModuleType, tasks: Sequence[Any], jobs: int, *, as_json: bool) -> tuple[list[Any], bool]:
-    """Return (rows, interrupted): what campaigns made of the mutants; Ctrl-C keeps the rows until then.
+class _Run:
+    """Campaigns, and the rows that there are of them.
 
-    Raises:
-        BadArgument: a process ended in the middle of a campaign.
+    Args:
+        detection: tests/support/detection.py.
+        tasks: campaigns.
+        file: where rows are kept, and were by an earlier run; None: nowhere.
     """
-    from attnfuzz.harness.report.progress import progress_on
 
-    processes = _of_checkout("verdict.processes")
-    rows: list[Any] = []
-    try:
-        with progress_on(console(stderr=as_json), bar=True, count=True, left=True, width=24) as progress:
-            bar = progress.add_task("campaigns", total=len(tasks))
-            for each in processes.finished(detection.attempt, tasks, jobs):
-                rows.append(each)
-                progress.update(bar, completed=len(rows), description=each.mutant)
+    def __init__(self, detection: ModuleType, tasks: Sequence[Any], file: Path | None) -> None:
+        self._attempt, self._tasks = detection.attempt, {(each.mutant, each.seed): each for each in tasks}
+        self._file = _of_checkout("detection_rows").Rows(file)
+        known = self._file.known(tasks)
+        self.rows: list[Any] = list(known.values())
+        self._untried = [each for each in tasks if each not in known]
+        self.end: Literal["interrupted", "time over"] | None = None
+        """Why it ended before all campaigns had."""
+
+    @property
+    def left(self) -> list[tuple[str, int]]:
+        """Mutants and seeds without a row."""
+        done = {(each.mutant, each.seed) for each in self.rows}
+        return [each for each in self._tasks if each not in done]
+
+    def go(self, jobs: int, seconds: float | None) -> None:
+        """Run the campaigns that have no row, with a line for each as it ends; Ctrl-C and the end of the time keep the rows.
+
+        Raises:
+            BadArgument: processes ended in the middle of campaigns, before any other had ended.
+        """
+        from attnfuzz.harness.report.progress import progress_on
+
+        processes, report = _of_checkout("verdict.processes"), _of_checkout("detection_report")
+        limits = {} if seconds is None else {"seconds": seconds, "again": _AGAIN}
+        try:
+            with progress_on(console(stderr=True), bar=True, count=True, left=True, width=24) as progress:
+                bar = progress.add_task("campaigns", total=len(self._tasks), completed=len(self.rows))
+                for each in processes.finished(self._attempt, self._untried, jobs, **limits):
+                    self.rows.append(each)
+                    self._file.add(self._tasks[each.mutant, each.seed], each)
+                    progress.console.print(report.line(each), highlight=False, soft_wrap=True)
+                    progress.update(bar, completed=len(self.rows), description=each.mutant)
+                ending()
+        except KeyboardInterrupt:
             ending()
-    except KeyboardInterrupt:
-        ending()
-        return rows, True
-    except processes.LostProcess as error:
-        raise reject("jobs", jobs, str(error), "give fewer") from None
-    return rows, False
+            self.end = "interrupted"
+        except processes.TimeOver:
+            self.end = "time over"
+        except processes.LostProcess as error:
+            if not self.rows:
+                raise reject("jobs", jobs, str(error), "give fewer") from None
+            echo(f"{error}", err=True)
+            self.end = "interrupted"
 
 
 def _report(
-    detection: ModuleType, rows: list[Any], most: int, equivalent: dict[str, str], *, interrupted: bool, as_json: bool
+    detection: ModuleType, run: _Run, most: int, equivalent: dict[str, str], other: dict[str, str], *, as_json: bool
 ) -> None:
     import msgspec
 
-    rows.sort(key=lambda each: (each.mutant, each.seed))
+    rows = sorted(run.rows, key=lambda each: (each.mutant, each.seed))
     if as_json:
-        figures = msgspec.to_builtins(detection.rates(rows)) if rows else None
         changes = {each.mutant: detection.mutant_of(each.mutant).mechanism for each in rows}
-        echo_json({"rates": figures, "attempts": msgspec.to_builtins(rows), "interrupted": interrupted, "changes": changes,
-                   "equivalent": equivalent})  # fmt: skip
+        figures = {
+            "rates": msgspec.to_builtins(detection.rates(rows)) if rows else None,
+            "by_kernel": msgspec.to_builtins(detection.rates_by(rows, "kernel")),
+            "by_seed": msgspec.to_builtins(detection.rates_by(rows, "seed")),
+            "controls": msgspec.to_builtins(detection.rates_by(rows, "controls")),
+        }
+        ends = {"interrupted": run.end == "interrupted", "time_over": run.end == "time over", "left": run.left}
+        echo_json(
+            {
+                **figures,
+                **ends,
+                "attempts": msgspec.to_builtins(rows),
+                "changes": changes,
+                "equivalent": equivalent,
+                "not_here": other,
+            }
+        )
     elif rows:
-        _of_checkout("detection_report").show(console(), rows, most, len(equivalent))
-    if interrupted:
-        echo(f"interrupted; campaigns until then: {len(rows)}", err=True)
+        _of_checkout("detection_report").show(console(), rows, most, equivalent | other)
+    if run.end is not None:
+        echo(f"{run.end}; campaigns until then: {len(rows)}, left: {len(run.left)}", err=True)

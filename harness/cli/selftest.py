@@ -21,17 +21,21 @@ def selftest_group() -> None:
 @click.option(
     "--workers", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="N", help="Processes that try the faults."
 )
+@click.option(
+    "--budget", metavar="TIME", help="Time to try the faults, such as 2m, from the first variants on [default: no limit]."
+)
 @json_option
-def selftest_faults_command(kernels: tuple[str, ...], device: str, workers: int, as_json: bool) -> None:
+def selftest_faults_command(kernels: tuple[str, ...], device: str, workers: int, budget: str | None, as_json: bool) -> None:
     """Kernels that crash, hang, eat memory or lie, one fault each (default: all): exit 0 only if every row is right."""
     import msgspec
 
     from attnfuzz.harness.audit.selftest.faults import faults
     from attnfuzz.harness.audit.selftest.report import FaultProgress, show_faults
+    from attnfuzz.harness.campaign.settings import duration
 
-    progress = FaultProgress(console(stderr=as_json))
-    with progress:
-        done = faults(resolve_device(device), progress, kernels, workers=workers)
+    seconds, where = None if budget is None else duration(budget), resolve_device(device)
+    with FaultProgress(console(stderr=True), where) as progress:
+        done = faults(where, progress, kernels, workers=workers, budget=seconds)
     if as_json:
         echo_json({"right": done.right, "leaks_wrong": list(done.leaks.wrong), **msgspec.to_builtins(done)})
     else:

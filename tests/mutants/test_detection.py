@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from support import detection
-from support.detection import Attempt, Found, attempt, beyond, rates
+from support import detection, tasks
+from support.detection import Attempt, Found, attempt, beyond, rates, spread
 from support.mutants import mutants
+from support.verdict import processes
 
+from attnfuzz.harness.campaign.events import TrialFinished
+from attnfuzz.harness.isolation.child import ChildError
+from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Recipe, case_from_json
@@ -70,3 +78,99 @@ def test_a_campaign_that_ctrl_c_ends_is_no_row(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(detection, "run_campaign", lambda *args: dataclasses.replace(run(*args), interrupted=True))
     with pytest.raises(KeyboardInterrupt):
         attempt(Attempt("DIM-04", 0, 1))
+
+
+def verdict(*, fails: bool) -> Verdict:
+    failure = Failure(kernel="mutant.MSK-05", kind="mismatch", output="dq", check="element", message="wrong")
+    return Verdict(status="fail" if fails else "pass", failures=(failure,) * fails)
+
+
+def test_cases_of_a_batch_after_the_first_that_fails_do_not_count() -> None:
+    """All of a batch are counted before one of its failures is looked at."""
+    case, listener = mutants()["MSK-05"].direct_case("mutant.MSK-05"), detection._Listener()
+    for fails in (False, False, True, False, True):
+        listener(TrialFinished(case.kernel, "generate", case, verdict(fails=fails)))
+    listener(TrialFinished(case.kernel, "shrink", case, verdict(fails=False)))
+    assert (listener.drawn, listener.failing) == (3, True)
+
+
+def test_each_kernel_has_its_share_at_any_time() -> None:
+    bank = [each for each in mutants() if mutants()[each].kernel in ("triton.varlen", "triton.paged")]
+    order = [mutants()[each].kernel for each in spread(bank)]
+    assert sorted(spread(bank)) == sorted(bank)
+    whole = order.count("triton.paged")
+    assert whole * 0.4 <= order[: len(order) // 2].count("triton.paged") <= whole * 0.6
+
+
+class Scripted:
+    """An executor whose Verdicts are given for each kernel, the last one for good."""
+
+    def __init__(self, fails: dict[str, list[bool]]) -> None:
+        self.fails, self.processes = fails, 0
+
+    def fresh(self) -> None:
+        self.processes += 1
+
+    def limit(self, until: float | None) -> None:
+        pass
+
+    def trial(self, case: Any) -> Verdict:
+        left = self.fails[case.kernel]
+        return verdict(fails=left.pop(0) if len(left) > 1 else left[0])
+
+
+DEATHS = {
+    "it dies again": ([False, True], [False], None),
+    "it dies once": ([False], [False], "it fails with crash once, and passes that Case 3 times"),
+    "the right kernel fails": ([True], [True], "triton.varlen fails in the same Case"),
+}
+
+
+@pytest.mark.parametrize(("bug", "right", "why"), list(DEATHS.values()), ids=list(DEATHS))
+def test_a_crash_on_a_gpu_counts_where_it_shows_again_and_the_right_kernel_passes(
+    bug: list[bool], right: list[bool], why: str | None
+) -> None:
+    mutant = mutants()["MSK-05"]
+    case = mutant.direct_case(mutant.name).canonical()
+    crash = Found("MSK-05", 0, 3, 1.0, kind="crash", case=case)
+    executor: Any = Scripted({mutant.name: bug, "triton.varlen": right})
+    task = Attempt("MSK-05", 0, 500, device="cuda")
+    assert detection._why_not_found(task, mutant, crash, executor) == why
+    assert executor.processes >= 2
+    on_cpu = detection._why_not_found(Attempt("MSK-05", 0, 500), mutant, crash, executor)
+    assert on_cpu == "it fails with crash, which the bug does not cause"
+
+
+def test_an_error_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(Scripted):
+        def close(self) -> None:
+            self.processes = -1
+
+    executor = Gone({})
+
+    def run(*_: Any) -> None:
+        raise ChildError("no process can be started")
+
+    monkeypatch.setattr(detection, "executor", lambda *_, **more: executor)
+    monkeypatch.setattr(detection, "run_campaign", run)
+    one = attempt(Attempt("MSK-05", 4, 60, device="cuda"))
+    assert (one.mutant, one.seed, one.cases, one.device) == ("MSK-05", 4, None, "cuda")
+    assert one.error == "ChildError: no process can be started"
+    assert executor.processes == -1
+
+
+def test_tasks_end_with_their_time_and_what_has_ended_is_there() -> None:
+    start = time.monotonic()
+    rows = processes.finished(tasks.sleeping, [0.0, 600.0], 2, seconds=8.0)
+    assert next(rows) == 0.0
+    with pytest.raises(processes.TimeOver):
+        next(rows)
+    assert time.monotonic() - start < 60
+
+
+def test_tasks_of_a_lost_process_are_tried_again(tmp_path: Path) -> None:
+    files = [str(tmp_path / each) for each in ("right", "dies")]
+    assert sorted(processes.finished(tasks.dying_once, files, 2, again=1)) == ["dies", "right"]
+    (tmp_path / "dies").unlink()
+    with pytest.raises(processes.LostProcess):
+        list(processes.finished(tasks.dying_once, files, 2))

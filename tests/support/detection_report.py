@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from support.detection import Found, mutant_of, rates
+from support.detection import Found, Rates, mutant_of, rates, rates_by
 
 from attnfuzz.strategies.case import case_from_json
 
-__all__ = ["brief", "show"]
+__all__ = ["brief", "line", "show"]
 
 
-def show(terminal: Console, rows: Sequence[Found], most: int, left_out: int = 0) -> None:
-    """Print a row for each mutant, what survived, and the figures over all; `left_out`: equivalent mutants, not tried."""
+def line(row: Found) -> str:
+    """Return one campaign in a line, for a console: what it came to, after how many Cases and seconds."""
+    if row.error:
+        said = f"[red]broke[/]: {escape(row.error)}"
+    elif row.cases is None:
+        said = f"[red]not found[/] in {row.tried} Cases{', time over' if row.cut else ''} {escape(row.otherwise)}".rstrip()
+    elif row.runs:
+        said = f"{escape(f'{row.kind} {row.output}'.strip())} after {row.cases} Cases"
+    else:
+        said = "does not run"
+    return f"{escape(row.mutant)}, seed {row.seed}, {mutant_of(row.mutant).kernel}: {said}, {row.seconds:.1f} s"
+
+
+def show(terminal: Console, rows: Sequence[Found], most: int, left_out: Mapping[str, str]) -> None:
+    """Print a row for each mutant, what survived, and the figures over all; `left_out`: mutants that are not tried, and why."""
     table = Table(title=f"mutants, {most} Cases", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("mutant", overflow="fold")
     for column in ("kernel", "found as", "minimal Case"):
@@ -32,6 +45,7 @@ def show(terminal: Console, rows: Sequence[Found], most: int, left_out: int = 0)
         if each.cases is None:
             change = f"{mutant_of(each.mutant).mechanism}: {_why(each)}"
             terminal.print(f"[red]{escape(each.mutant)}, seed {each.seed}: not found[/]: {escape(change)}", highlight=False)
+    _show_parts(terminal, rows)
     figures = rates(rows)
     terminal.print(
         f"{figures.killed} of {figures.attempts} campaigns found their bug; Cases to find it: median "
@@ -42,8 +56,30 @@ def show(terminal: Console, rows: Sequence[Found], most: int, left_out: int = 0)
     )
     if figures.not_run:
         terminal.print(f"not counted, as they do not run: {figures.not_run}", highlight=False)
+    if cut := sum(each.cut for each in rows):
+        terminal.print(f"not found, and ended by their time before all of their Cases were tried: {cut}", highlight=False)
+    if broken := sum(bool(each.error) for each in rows):
+        terminal.print(f"not found, and ended by an error: {broken}", highlight=False)
     if left_out:
-        terminal.print(f"left out, as they are equivalent: {left_out}", highlight=False)
+        terminal.print(f"left out, as they are equivalent or cannot show here: {len(left_out)}", highlight=False)
+
+
+def _show_parts(terminal: Console, rows: Sequence[Found]) -> None:
+    """Print the figures of each kernel, of the controls and of each seed."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("campaigns of")
+    for column in ("found", "of", "median", "90th", "most Cases"):
+        table.add_column(column, justify="right")
+
+    def add(name: str, part: Rates) -> None:
+        cells = (str(part.killed), str(part.attempts), _or_never(part.median), _or_never(part.ninetieth), _or_never(part.most))
+        table.add_row(name, *cells)
+
+    for name, part in (rates_by(rows, "kernel") | rates_by(rows, "controls")).items():
+        add(name, part)
+    for seed, part in rates_by(rows, "seed").items():
+        add(f"seed {seed}", part)
+    terminal.print(table)
 
 
 def _row(id_: str, rows: Sequence[Found]) -> tuple[str, ...]:
@@ -71,11 +107,14 @@ def _cases(row: Found) -> str:
 
 def _why(row: Found) -> str:
     """Say what a campaign saw instead of the bug: another failure, or the Cases whose errors came nearest to their budgets."""
+    if row.error:
+        return f"the campaign broke: {row.error}"
     if row.otherwise:
         return row.otherwise
     nearest = sorted(row.nearest.items(), key=lambda each: each[1].ratio, reverse=True)
     cases = "; ".join(f"{name} {each.ratio:.2f} in {brief(each.case)}" for name, each in nearest)
-    return f"{row.tried} Cases; nearest to the budget (error / budget): {cases or 'no Case was judged'}"
+    tried = f"{row.tried} Cases{', then its time was over' if row.cut else ''}"
+    return f"{tried}; nearest to the budget (error / budget): {cases or 'no Case was judged'}"
 
 
 def brief(case: str) -> str:

@@ -89,13 +89,12 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a campaign finds a bug of memory, or of what one call leaves to the next (tests/kernels/faults/test_memory.py).
 
     `kinds`: of the failure without the memory checker, and `says`: a part of its message. `checker`: the kind as which the memory
-    checker of interpreted kernels finds it, if it does. `cpu_only`: its code cannot be compiled for a GPU, or is guarded there.
+    checker of interpreted kernels finds it, if it does.
     """
 
     kinds: tuple[str, ...]
     says: str = ""
     checker: str = ""
-    cpu_only: bool = False
 
 
 class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,7 +104,7 @@ class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     that shows it, JSON as in a case file, without format and kernel. `outputs`: those that are wrong in that Case, and `kinds`:
     of its failures. `needs`: what a Case must have to show it (tests/mutants/test_bank.py tries Cases without). `control`: any
     grid of shapes finds it. `fused`: it shows only where a product and a sum are rounded once. `isolated`: the Case needs a
-    process of its own, which hangs.
+    process of its own, which hangs. `not_on_gpu`: why no Case can show it on a GPU.
     """
 
     id: str
@@ -121,6 +120,7 @@ class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     control: bool = False
     fused: bool = False
     isolated: bool = False
+    not_on_gpu: str = ""
     campaign: Campaign | None = None
     memory: Memory | None = None
 

@@ -165,3 +165,18 @@ def refuse_forks() -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     os.fork = refuse  # type: ignore[assignment]
+
+
+def sleeping(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def dying_once(path: str) -> str:
+    """Kill this process, where no earlier one has left that file."""
+    file = Path(path)
+    if file.name != "right" and not file.exists():
+        time.sleep(1.0)  # the other task has ended
+        file.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return file.name

@@ -25,7 +25,7 @@ from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument, Dtype, Problem, reject
 from attnfuzz.strategies.case import Case
 
-__all__ = ["FaultRow", "Faults", "Leaks", "fault_names", "faults", "summaries_of"]
+__all__ = ["FaultRow", "Faults", "Leaks", "fault_names", "faults", "row_of", "summaries_of"]
 
 _CASES = 150
 _FOUR_BUGS_CASES = 400
@@ -108,7 +108,14 @@ def fault_names(device: Device) -> tuple[str, ...]:
     return tuple(f"fault.{backend}.{slug}" for backend in on_device.BACKENDS for slug in slugs)
 
 
-def faults(device: Device, listener: Listener, only: Sequence[str] = (), restarts: int | None = None, workers: int = 1) -> Faults:
+def faults(
+    device: Device,
+    listener: Listener,
+    only: Sequence[str] = (),
+    restarts: int | None = None,
+    workers: int = 1,
+    budget: float | None = None,
+) -> Faults:
     """Run a campaign over every fault kernel and then correct ones, and then restart children many times.
 
     Args:
@@ -117,6 +124,7 @@ def faults(device: Device, listener: Listener, only: Sequence[str] = (), restart
         only: names of fault kernels; empty: all.
         restarts: how many; None: 200 on the CPU, 10 on CUDA, where each takes seconds.
         workers: of the campaigns; more than one are processes.
+        budget: seconds of each of the two campaigns, which then begin with the first variants that are compiled; None: no limit.
 
     Raises:
         BadArgument: an unknown fault kernel, or no correct kernel runs here.
@@ -143,9 +151,12 @@ def faults(device: Device, listener: Listener, only: Sequence[str] = (), restart
                     memory=_MEMORY[device],
                     workers=workers,
                     shrink=_SHRINK,
+                    budget=budget,
+                    all_variants=True,
                 )
                 summaries += summaries_of(names, settings, listener, executor) if names else ()
-        rows = tuple(_row(device, summary) for summary in summaries)
+        rows = tuple(row_of(device, summary) for summary in summaries)
+        executor.limit(None)  # the campaigns' time does not end the restarts
         leaks = _restarted(executor, device, _RESTARTS[device] if restarts is None else restarts)
         described = executor.describe()
     finally:
@@ -191,7 +202,8 @@ def _good(device: Device) -> list[str]:
     return names
 
 
-def _row(device: Device, summary: KernelSummary) -> FaultRow:
+def row_of(device: Device, summary: KernelSummary) -> FaultRow:
+    """Return what a campaign over a fault should find, what it has found, and what is wrong with that."""
     title, expected, minimal, sometimes = _expectation(device, summary.kernel)
     findings, wrong = summary.findings, []
     if summary.kernel == "fault.four":

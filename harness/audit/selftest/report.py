@@ -6,22 +6,28 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from attnfuzz.harness.audit.selftest.faults import FaultRow, Faults
+from attnfuzz.harness.audit.selftest.faults import FaultRow, Faults, row_of
 from attnfuzz.harness.audit.selftest.memory import MemoryTried
 from attnfuzz.harness.campaign.events import CampaignStarted, Event, KernelFinished, KernelStarted
 from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.report.progress import ProgressView, progress_on
+from attnfuzz.kernels.contract import Device
 
 __all__ = ["FaultProgress", "show_faults", "show_memory"]
 
 
 class FaultProgress(ProgressView):
-    """Listens to the campaigns of a selftest; a context, so that the terminal is left as it was."""
+    """Listens to the campaigns of a selftest; a context, so that the terminal is left as it was.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: where it is shown.
+        device: of faults, of which a line is printed each as it ends: a run that is cut off says something; None: no lines.
+    """
+
+    def __init__(self, console: Console, device: Device | None = None) -> None:
         super().__init__(progress_on(console, bar=True, count=True, width=24))
         self._task = self.bars.add_task("starting", total=0)
-        self._total = 0
+        self._total, self._device = 0, device
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
@@ -32,6 +38,13 @@ class FaultProgress(ProgressView):
             self.bars.update(self._task, description=escape(event.kernel))
         elif isinstance(event, KernelFinished):
             self.bars.advance(self._task)
+            if self._device is not None:
+                self.bars.console.print(_line(row_of(self._device, event.summary)), highlight=False, soft_wrap=True)
+
+
+def _line(row: FaultRow) -> str:
+    said = f"[red]{escape('; '.join(row.wrong))}[/]" if row.wrong else "right"
+    return f"{escape(row.kernel)}: {escape(row.got)} in {counted(row.cases, 'case')}: {said}"
 
 
 def show_faults(console: Console, done: Faults) -> None:

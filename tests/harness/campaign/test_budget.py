@@ -242,6 +242,17 @@ def test_with_a_limit_on_cases_the_compiler_does_not_decide_which_are_tried() ->
     assert ids[0] == ids[1]
 
 
+@pytest.mark.usefixtures("short_turns", "instant")
+def test_with_all_variants_a_budget_draws_the_same_cases_and_tries_some_before_the_last_compile() -> None:
+    _, events = run(compiled_kernels(1), Slow(0.0), max_examples=30)
+    without = sorted(tried(events))
+    done, events = run(compiled_kernels(1), Slow(0.5), max_examples=30, budget=60.0, all_variants=True)
+    assert sorted(tried(events)) == without
+    kinds = [type(each) for each in events if isinstance(each, TrialFinished | CompileFinished)]
+    assert kinds.index(TrialFinished) < len(kinds) - 1 - kinds[::-1].index(CompileFinished)
+    assert done.seconds < 30.0  # type: ignore[attr-defined]
+
+
 @pytest.mark.slow
 def test_workers_begin_before_the_last_variant_is_compiled(tmp_path: Path, tidy: Path) -> None:
     kernels = [Compiling(f"test.compiling{number}", 1.5, tmp_path) for number in range(4)]

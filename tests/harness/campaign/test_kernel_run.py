@@ -27,8 +27,8 @@ from attnfuzz.harness.report.figures import Figures
 from attnfuzz.harness.repro.reproduce import Where, repeat, reproduce
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.strategies.case import RELATIONS, Case
+from attnfuzz.kernels.problem import BadArgument, OutputName, Problem
+from attnfuzz.strategies.case import RELATIONS, Case, with_check
 
 KERNEL = registry.get("torch.reference_cpu")
 PROBLEM = Problem(seqlens_q=(3,), seqlens_k=(3,), dim_qk=64, dim_v=64, dtype="float32")
@@ -221,6 +221,27 @@ def test_the_first_batch_is_small_and_the_others_are_full() -> None:
     run_kernel(KERNEL, Settings(max_examples=100, out=None), executor, batch=Batch(True, 24, 1e9))
     assert executor.sizes[0] <= 4
     assert max(executor.sizes) > 12
+
+
+def test_what_else_fails_in_a_batch_is_not_examined_once_there_are_enough_failures() -> None:
+    """A failing relation is tried against the oracle alone in a new process, which on a GPU takes seconds."""
+    judged: list[Case] = []
+    outputs: list[OutputName] = ["o", "lse", "dq", "dk", "dv"]
+    broken: dict[Case, OutputName] = {}
+
+    def verdict(case: Case) -> Verdict:
+        judged.append(case)
+        # Not in the first batches, which are small; each output is a failure of its own.
+        if case.check == "oracle" or len(judged) < 40:
+            return PASS
+        broken[case] = outputs[len(broken) % len(outputs)]
+        return failing(msgspec.structs.replace(RELATION, output=broken[case]))
+
+    executor = FunctionExecutor(verdict)
+    settings = Settings(max_examples=500, max_failures=1, shrink=0.001, out=None)
+    run_kernel(KERNEL, settings, executor, batch=Batch(True, 96, 1e9))
+    assert len(set(broken.values())) > 1
+    assert len({with_check(each, "oracle") for each in broken}.intersection(judged)) == 1
 
 
 def test_batches_are_told_which_failures_are_known() -> None:

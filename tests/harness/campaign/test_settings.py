@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from attnfuzz.harness.campaign import workers
+from attnfuzz.harness.campaign.context import batch_for
 from attnfuzz.harness.campaign.settings import PROFILES, Settings, duration, profile
 from attnfuzz.kernels.problem import BadArgument
 
@@ -147,3 +150,10 @@ def test_workers_leave_cores_to_children_that_feed_a_gpu(
     monkeypatch.setattr(workers, "gpus", lambda: ("0", "1"))
     monkeypatch.setattr(workers, "free_memory", lambda _: None)
     assert (workers.auto_workers("cpu"), workers.auto_workers("cuda")) == (cpu, cuda)
+
+
+def test_a_batch_on_a_gpu_can_be_made_smaller_but_not_larger() -> None:
+    usual = batch_for(Settings(device="cuda"))
+    assert batch_for(Settings(device="cuda", batch=8)) == dataclasses.replace(usual, most=8)
+    assert batch_for(Settings(device="cuda", batch=10000)) == usual
+    assert batch_for(Settings(batch=8)) == batch_for(Settings())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from support.paths import TESTS
 
 from attnfuzz.harness.cli import mutants as command
 from attnfuzz.harness.cli.main import main
+from attnfuzz.kernels import registry
 
 CASE = mutants()["MSK-05"].direct_case("mutant.MSK-05").canonical()
 
@@ -42,7 +44,7 @@ def campaigns(monkeypatch: pytest.MonkeyPatch) -> list[Attempt]:
     """Campaigns that take no time: those of seed 1 find nothing. The list gets what was asked for."""
     asked: list[Attempt] = []
 
-    def finished(_: Any, tasks: list[Attempt], jobs: int) -> Iterator[Found]:
+    def finished(_: Any, tasks: list[Attempt], jobs: int, **limits: Any) -> Iterator[Found]:
         for each in tasks:
             asked.append(each)
             yield row(each, killed=each.seed != 1)
@@ -88,7 +90,7 @@ def test_mutants_of_operators_have_the_same_rows_without_the_equivalent_ones(
     assert done.exit_code == 0, done.output
     assert campaigns == [Attempt(each, 0, 7, None) for each in chosen if each != chosen[1]]
     assert "3 of 3 campaigns found their bug" in done.output
-    assert "left out, as they are equivalent: 1" in done.output
+    assert "left out, as they are equivalent or cannot show here: 1" in done.output
     content = json.loads(run(*arguments, "--json").stdout)
     assert content["equivalent"] == {chosen[1]: "it is never read"}
     assert content["changes"][chosen[0]] == bank.operator_mutant(chosen[0]).mechanism
@@ -96,7 +98,7 @@ def test_mutants_of_operators_have_the_same_rows_without_the_equivalent_ones(
 
 def test_mutants_that_do_not_run_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Found("MSK-05", 0, 3, 0.5, case=CASE), Found("DIM-04", 0, 1, 0.5, kind="exception", case=CASE, runs=False)]
-    monkeypatch.setattr("support.verdict.processes.finished", lambda *_: iter(rows))
+    monkeypatch.setattr("support.verdict.processes.finished", lambda *_, **limits: iter(rows))
     done = run("MSK-05", "DIM-04", "--seeds", "1")
     assert done.exit_code == 0
     assert "does not run" in done.output
@@ -137,7 +139,7 @@ def test_wrong_use_of_operators_is_refused(arguments: list[str], text: str) -> N
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_ctrl_c_keeps_the_finished_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def finished(_: Any, tasks: list[Attempt], jobs: int) -> Iterator[Found]:
+    def finished(_: Any, tasks: list[Attempt], jobs: int, **limits: Any) -> Iterator[Found]:
         yield from map(row, tasks[:rows])
         raise KeyboardInterrupt
 
@@ -152,7 +154,122 @@ def test_ctrl_c_keeps_the_finished_rows(rows: int, monkeypatch: pytest.MonkeyPat
     assert (content["interrupted"], len(content["attempts"])) == (True, rows)
 
 
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that say they can run on a GPU, with 16 cores."""
+    for name in ("triton.varlen", "tilelang.varlen"):
+        monkeypatch.setattr(type(registry.get(name)), "unavailable", lambda self, device: None)
+    monkeypatch.setattr(command.os, "sched_getaffinity", lambda _: set(range(16)))
+
+
+def test_campaigns_on_a_gpu_have_less_time_and_few_compiles(campaigns: list[Attempt], on_gpu: None) -> None:
+    arguments = ("MSK-05", "LSE-21-tilelang", "--device", "cuda", "--seeds", "1", "--seed", "2")
+    assert run(*arguments).exit_code == 0
+    common = {"device": "cuda", "compiles": 1, "backends": ("tilelang", "triton")}
+    assert set(campaigns) == {
+        Attempt(each, 2, 500, budget=60.0, deadline=10.0, **common) for each in ("MSK-05", "LSE-21-tilelang")
+    }
+    campaigns.clear()
+    assert run(*arguments, "--jobs", "4", "--each", "90s", "--deadline", "7s").exit_code == 0
+    assert {(each.budget, each.deadline, each.compiles) for each in campaigns} == {(90.0, 7.0, 4)}
+
+
+def test_the_cpu_has_no_limits_but_those_that_are_given(campaigns: list[Attempt]) -> None:
+    assert run("MSK-05", "--seeds", "1", "--each", "2m").exit_code == 0
+    assert campaigns == [Attempt("MSK-05", 0, 500, budget=120.0)]
+
+
+def test_kernels_take_turns_and_seeds_follow_each_other(campaigns: list[Attempt]) -> None:
+    run("MSK-05", "DIM-04", "MSK-10", "LSE-21-tilelang", "--seeds", "2")
+    names = [each.mutant for each in campaigns]
+    assert names[:4] == names[4:] == ["MSK-05", "DIM-04", "LSE-21-tilelang", "MSK-10"]
+    assert [each.seed for each in campaigns] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_what_a_gpu_cannot_show_is_left_out_there(
+    campaigns: list[Attempt], on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = {each: mutants()[each] for each in ("MSK-05", "RAC-27")}
+    monkeypatch.setattr("support.mutants.mutants", lambda: bank)
+    content = json.loads(run("--device", "cuda", "--seeds", "1", "--json").stdout)
+    assert [each.mutant for each in campaigns] == ["MSK-05"]
+    assert content["not_here"] == {"RAC-27": mutants()["RAC-27"].not_on_gpu}
+    done = run("RAC-27", "--device", "cuda")
+    assert done.exit_code == 2
+    assert "ID='RAC-27': Its code counts calls in Python, which Triton cannot compile.; give another" in done.output
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(registry.get("triton.varlen")), "unavailable", lambda self, device: "there is no GPU")
+    done = run("MSK-05", "--device", "cuda")
+    assert done.exit_code == 2
+    assert "device='cuda': triton.varlen cannot run: there is no GPU; give ids of other kernels, or --device cpu" in done.output
+
+
+def test_rows_of_a_file_are_not_run_again(campaigns: list[Attempt], tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    arguments = ("MSK-05", "DIM-04", "--seeds", "1", "--rows", str(file))
+    run("MSK-05", "--seeds", "1", "--rows", str(file))
+    with file.open("a") as cut:
+        cut.write('{"asked": "cut off by the end of a pro')
+    assert run(*arguments).exit_code == 0
+    assert [each.mutant for each in campaigns] == ["MSK-05", "DIM-04"]
+    done = run(*arguments)
+    assert (done.exit_code, len(campaigns)) == (0, 2)
+    assert "2 of 2 campaigns found their bug" in done.output
+    run(*arguments, "--max-examples", "7")
+    assert [each.most for each in campaigns] == [500, 500, 7, 7]
+
+
+@pytest.mark.parametrize("changed", [{"cut": True}, {"error": "ChildError: no process"}])
+def test_rows_that_time_or_an_error_ended_are_tried_again(
+    changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def finished(_: Any, tasks: list[Attempt], jobs: int, **limits: Any) -> Iterator[Found]:
+        asked.extend(each.mutant for each in tasks)
+        yield from (dataclasses.replace(row(each, killed=False), **changed) for each in tasks)
+
+    monkeypatch.setattr("support.verdict.processes.finished", finished)
+    for _ in range(2):
+        done = run("MSK-05", "--seeds", "1", "--rows", str(tmp_path / "rows.jsonl"))
+        assert done.exit_code == 1
+    assert asked == ["MSK-05", "MSK-05"]
+    text = "ended by their time" if "cut" in changed else "the campaign broke: ChildError: no process"
+    assert text in done.output
+
+
+def test_the_end_of_the_time_keeps_the_rows_until_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from support.verdict.processes import TimeOver
+
+    def finished(_: Any, tasks: list[Attempt], jobs: int, *, seconds: float, again: int) -> Iterator[Found]:
+        assert seconds == 540.0
+        yield row(tasks[0])
+        raise TimeOver("over")
+
+    monkeypatch.setattr("support.verdict.processes.finished", finished)
+    file = tmp_path / "rows.jsonl"
+    done = run("MSK-05", "DIM-04", "--seeds", "1", "--budget", "9m", "--rows", str(file), "--json")
+    assert done.exit_code == 1
+    content = json.loads(done.stdout)
+    assert (content["time_over"], content["left"], len(content["attempts"])) == (True, [["DIM-04", 0]], 1)
+    assert "time over; campaigns until then: 1, left: 1" in done.stderr
+    assert "MSK-05, seed 0, triton.varlen: mismatch dq after 3 Cases, 0.5 s" in done.stderr
+    assert len(file.read_text().splitlines()) == 1
+
+
+def test_figures_are_counted_by_kernel_seed_and_of_controls(campaigns: list[Attempt]) -> None:
+    content = json.loads(run("MSK-05", "DIM-04", "LSE-21-tilelang", "--seeds", "2", "--json").stdout)
+    counts = {name: (each["killed"], each["attempts"], each["most"]) for name, each in content["by_kernel"].items()}
+    assert counts == {"triton.varlen": (2, 4, 3), "tilelang.varlen": (1, 2, 3)}
+    assert {name: each["killed"] for name, each in content["by_seed"].items()} == {"0": 3, "1": 0}
+    assert (content["controls"]["controls"]["killed"], content["controls"]["controls"]["attempts"]) == (1, 2)
+
+
 WRONG = {
+    "no duration": (["--budget", "soon"], "budget='soon': it is not a duration"),
+    "an unknown device": (["--device", "tpu"], "'--device': 'tpu' is not one of 'cpu', 'cuda'"),
     "an unknown id": (["MSK-99"], "mutants has that id; did you mean MSK-"),
     "no Cases": (["--max-examples", "0"], "'--max-examples': 0 is not in the range x>=1"),
     "no seeds": (["--seeds", "0"], "'--seeds': 0 is not in the range x>=1"),
@@ -176,13 +293,13 @@ def test_a_mutant_that_shows_on_a_gpu_only_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr("support.mutants.mutants", lambda: alike)
     done = run("MSK-05")
     assert done.exit_code == 2
-    assert "ID='MSK-05': it shows on a GPU only, and campaigns run on the CPU; give another" in done.output
+    assert "ID='MSK-05': it shows on a GPU only; give another, or another --device" in done.output
 
 
 def test_a_process_that_ends_in_a_campaign_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from support.verdict.processes import LostProcess
 
-    def finished(_: Any, tasks: list[Attempt], jobs: int) -> Iterator[Found]:
+    def finished(_: Any, tasks: list[Attempt], jobs: int, **limits: Any) -> Iterator[Found]:
         raise LostProcess("a process ended")
         yield
 

@@ -123,8 +123,8 @@ def dtype_of(mutant: Mutant) -> str:
 )
 def test_the_fault_is_found_as_what_it_is(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mutant.memory is not None
-    if mutant.memory.cpu_only and environment.has_cuda():
-        pytest.skip("its code is the CPU's")
+    if mutant.not_on_gpu and environment.has_cuda():
+        pytest.skip(mutant.not_on_gpu)
     kernel, check = kernel_of(mutant), mutant.direct_case(mutant.kernel).check
     # The memory checker, which a GPU has not, would be first.
     run = run_of(kernel, tmp_path, monkeypatch, check=check, dtype=dtype_of(mutant), most=CASES, memory_check=False)

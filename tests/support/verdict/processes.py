@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
@@ -20,24 +21,63 @@ class LostProcess(RuntimeError):
     """A process ended in the middle of a task."""
 
 
-def finished(function: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
+class TimeOver(RuntimeError):
+    """The time of all tasks together was over before the last one ended."""
+
+
+def finished(
+    function: Callable[[Task], Result], tasks: Sequence[Task], jobs: int, *, seconds: float | None = None, again: int = 0
+) -> Iterator[Result]:
     """Yield function(task) for all tasks as they end, from `jobs` processes, or from this one if that is 1.
+
+    Args:
+        function: what to call.
+        tasks: its arguments.
+        jobs: processes; with `seconds` they are others than this one, which could not end a task that is at work.
+        seconds: after which no more is waited for; None: no limit.
+        again: how often all that have not ended are tried again where a process was lost and some had ended before.
 
     Raises:
         LostProcess: a process ended in the middle of a task. What `function` raises is raised as it is.
+        TimeOver: the seconds were over.
     """
-    if min(jobs, len(tasks)) <= 1:
+    if min(jobs, len(tasks)) <= 1 and seconds is None:
         yield from map(function, tasks)
         return
+    end = None if seconds is None else time.monotonic() + seconds
+    left = dict(enumerate(tasks))
+    while left:
+        before = len(left)
+        try:
+            for number, result in _from_processes(function, left, jobs, end):
+                del left[number]
+                yield result
+        except BrokenProcessPool:
+            again -= 1
+            if again < 0 or len(left) == before:
+                raise LostProcess(
+                    "a process ended in the middle of a task, for lack of memory perhaps; try fewer --jobs"
+                ) from None
+
+
+def _from_processes(
+    function: Callable[[Task], Result], tasks: Mapping[int, Task], jobs: int, end: float | None
+) -> Iterator[tuple[int, Result]]:
+    """Yield the number of each task and its result, from new processes, which end with the iteration.
+
+    Raises:
+        BrokenProcessPool: one of them was lost.
+        TimeOver: it is `end` (time.monotonic).
+    """
     others = active_children()
     pool = ProcessPoolExecutor(min(jobs, len(tasks)), get_context("spawn"), initializer=_prepare)
     try:
         with _without_ctrl_c():
-            futures = [pool.submit(function, task) for task in tasks]
-        for future in as_completed(futures):
-            yield future.result()
-    except BrokenProcessPool:
-        raise LostProcess("a process ended in the middle of a task, for lack of memory perhaps; try fewer --jobs") from None
+            futures = {pool.submit(function, task): number for number, task in tasks.items()}
+        for future in as_completed(futures, None if end is None else max(0.0, end - time.monotonic())):
+            yield futures[future], future.result()
+    except TimeoutError:
+        raise TimeOver("the time was over") from None
     finally:
         for process in active_children():
             if process not in others:

@@ -1,0 +1,70 @@
+"""Rows of campaigns in a file, one a line, written as they end: a run that was cut off goes on where it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from support.detection import Attempt, Found, mutant_of
+from support.mutants import SUBJECTS
+
+from attnfuzz.kernels.faults.planted import planted_source
+
+__all__ = ["Rows"]
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """One row: what was asked for, the digest of the kernel's sources with the bug, and the result."""
+
+    asked: str
+    source: str
+    row: Found
+
+
+@functools.cache
+def _source(id_: str) -> str:
+    """Return the digest of the kernel's sources with the bug: a row says nothing of other ones."""
+    mutant, digest = mutant_of(id_), hashlib.sha256()
+    for part, module in SUBJECTS[mutant.kernel].modules.items():
+        digest.update("\0".join(planted_source(module, mutant.edits(part))).encode())
+    return digest.hexdigest()[:16]
+
+
+def _asked(task: Attempt) -> str:
+    return f"{task.device} {task.mutant} seed {task.seed} cases {task.most} shrink {task.shrink}"
+
+
+class Rows:
+    """The rows of a file.
+
+    Args:
+        path: the file, made with its first row; None: rows are not kept.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[tuple[str, str], Found] = {}
+        for line in path.read_bytes().splitlines() if path is not None and path.exists() else ():
+            with contextlib.suppress(msgspec.MsgspecError):  # the end of a process may have cut the last line
+                each = msgspec.json.decode(line, type=_Line)
+                self._known[each.asked, each.source] = each.row
+
+    def known(self, tasks: Sequence[Attempt]) -> dict[Attempt, Found]:
+        """Return the rows of campaigns that have ended by themselves, not by an error or by the end of their time."""
+        rows = {each: self._known.get((_asked(each), _source(each.mutant))) for each in tasks}
+        return {each: row for each, row in rows.items() if row is not None and not (row.cut or row.error)}
+
+    def add(self, task: Attempt, row: Found) -> None:
+        """Write a row at once."""
+        if self._path is None:
+            return
+        line = msgspec.json.encode(_Line(_asked(task), _source(task.mutant), row)) + b"\n"
+        with self._path.open("ab+") as file:
+            if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
+                line = b"\n" + line
+            file.write(line)
