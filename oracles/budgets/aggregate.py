@@ -19,7 +19,9 @@ are generic (repeats.py), since the errors of equal values are not independent. 
 (R - 1) sqrt(nu) was at most 1.26 and z at most 2.6. Beyond a limit, independence is checked (independence.py): with c the
 correlation within a row, R's limit is 1 + max(3, 10 c) / sqrt(nu); where roundings are known to add up, one and a half times
 what they add up to is taken from z, since the kernel's own way to round may be another. So it is with R, where known roundings
-alone have an R_k above 1 + 1.5 / sqrt(nu): one and a half times R_k - 1.
+alone have an R_k above 1 + 1.5 / sqrt(nu): one and a half times R_k - 1. Errors that rows of an output share, those of D in
+dK, make the sum of t vary more than sum_r t_r^2 says: their part V of its variance is added to that (measured where one token is
+large: sum t over sqrt(sum t^2) had a standard deviation of 2.95, and of 1.01 with V).
 """
 
 from __future__ import annotations
@@ -81,8 +83,8 @@ def statistics(
             if ratios[name][0] > 1:
                 known = _less_known(name, values, known, _noise_of(outputs[name], dependence.moved(name), form))
             known_z = known_z if known_z > Independence.Z_LIMIT else 0.0
-            if pair := of_limits(name, values, known, correlated):
-                ratios[name] = (pair[0], max(0.0, pair[1] - _KNOWN * known_z / _Z_LIMIT))
+            if pair := of_limits(name, values, known, correlated, known_z, dependence.shared(name)):
+                ratios[name] = pair
     return ratios
 
 
@@ -95,8 +97,18 @@ def suspicious(outputs: Mapping[OutputName, tuple[torch.Tensor, torch.Tensor, Bu
     return any(max(each) > 1 for each in ratios if each)
 
 
-def of_limits(name: OutputName, repeats: Generic, sums: Sequence[float], correlated: float = 0.0) -> tuple[float, float] | None:
-    """Return (R, z) over their limits, from an output's `_sums`; None where they are not computed."""
+def of_limits(
+    name: OutputName,
+    repeats: Generic,
+    sums: Sequence[float],
+    correlated: float = 0.0,
+    known_z: float = 0.0,
+    shared: float = 0.0,
+) -> tuple[float, float] | None:
+    """Return (R, z) over their limits, from an output's `_sums`; None where they are not computed.
+
+    `correlated`, `known_z`, `shared`: c, z_k where it counts, and V (independence.py).
+    """
     g = repeats.g
     noise, expected, _, slope, t, t2, s, s2 = sums
     nu = _effective_rows(name, repeats, sums)
@@ -107,8 +119,13 @@ def of_limits(name: OutputName, repeats: Generic, sums: Sequence[float], correla
     # Values that repeat g times in the mean have g times the noise.
     limit = 1 + max(_R_LIMIT, _R_SINGLE * correlated) / nu**0.5
     r = noise / max(expected * max(g, 1.0), _NOTHING) / limit
-    z = min(max(0.0, abs(x) - slope) / max(x2, _NOTHING) ** 0.5 for x, x2 in ((t, t2), (s, s2))) / _Z_LIMIT
+    z = min(_z(x, x2, slope, known_z, shared) for x, x2 in ((t, t2), (s, s2))) / _Z_LIMIT
     return r, z
+
+
+def _z(total: float, squares: float, slope: float, known_z: float, shared: float) -> float:
+    beyond = max(0.0, abs(total) - slope - _KNOWN * known_z * squares**0.5)
+    return beyond / max(squares + shared, _NOTHING) ** 0.5
 
 
 def _effective_rows(name: OutputName, repeats: Generic, sums: Sequence[float]) -> float:

@@ -4,7 +4,7 @@ Rows may have equal errors by their structure, without a fault: with P = exp(-sl
 1e-3 change no rounding, so that all rows are rounded alike (measured on an H200: z of 3.7 x its limit, R of 1.2 x). And beside a
 large sink all P are a few of float16's subnormal numbers: 2.07 to 2.23 units become 2 in every row and key, which is 0.14 units
 too small each time (R of dV 1.05 to 12 x its limit in 14 of 6,000 Cases with such sinks, by a script that is not in the
-repository). Three figures:
+repository). Four figures:
 
     z_k = |sum_r t_r| / sqrt(sum_r t_r^2), t_r = sum_d w err ref of a row (aggregate.py), err the error of exact values by the
           roundings of P and dS, without and with the last one: the largest over the ways a kernel may round, eight references
@@ -14,6 +14,9 @@ repository). Three figures:
           assumes: for O the one reference that is its row's maximum, since the others have other units
     c^2 = the mean over rows of sum_de corr(d, e)^2 / D^2: 1 where a row's error is a multiple of one number, as the error of D
           in a row that sees few keys, and 1 / n where it has n independent numbers; equal values have equal last roundings
+    V   = the part of the variance of sum_r t_r that is not in sum_r t_r^2: 0 for O, dV and dQ, whose rows share no error. An
+          error of D in row i is in dK of all keys that it sees. With V_D its variance (delta.py) and g_ij = sum_d w ref scale q
+          of key j and row i: sum_i V_D (sum_j P_ij g_ij)^2 - sum_ij V_D P_ij^2 g_ij^2, at least 0
 
 Independent roundings have z_k below 3.5 except for some in a thousand: it is the largest of 2 to 16 ways. A mean of n squares of
 single numbers exceeds 1 + 10 / sqrt(n) one time in a million, and 1 + 3 / sqrt(n) three times in a hundred. R_k was at most
@@ -63,6 +66,7 @@ class Independence:
 
     def __init__(self) -> None:
         self._sums: dict[OutputName, torch.Tensor] = {}
+        self._shared: list[torch.Tensor] = []
         self._moved: dict[OutputName, tuple[torch.Tensor, int]] = {}
         self._correlated: dict[OutputName, list[torch.Tensor]] = {}
 
@@ -82,6 +86,7 @@ class Independence:
         for name, product, sampled, errors in products:
             self._add_known(name, product, errors, t, placed)
             self._correlated.setdefault(name, []).append(_correlated(product, sampled, t))
+        self._shared.append(_shared_of_dk(products[-1][1], weight.mT, delta, t))
 
     def figures(self) -> dict[OutputName, tuple[float, float]]:
         """Return (z_k, c) of each output."""
@@ -92,6 +97,10 @@ class Independence:
             values[name] = (float(known), math.sqrt(float(torch.cat(self._correlated[name]).mean())))
         return values
 
+    def shared(self, name: OutputName) -> float:
+        """Return V of an output."""
+        return max(0.0, float(torch.stack(self._shared).sum())) if name == "dk" else 0.0
+
     def moved(self, name: OutputName) -> list[torch.Tensor]:
         """Return how far the known roundings of R_k move an output, `(heads, tokens, dim)`, one for each way to round."""
         whole, ways = self._moved[name]
@@ -99,8 +108,7 @@ class Independence:
 
     def _add_known(self, name: OutputName, product: _Product, errors: Iterator[torch.Tensor], t: Scores, placed: Placed) -> None:
         """Add sum t and sum t^2 of the rows, and store what moves them, for each of `errors`."""
-        last = half_ulp(product.expected, t.form).square_().div_(3)
-        weighted = product.expected / (product.variance @ product.values.square() + last)
+        weighted = _weighted(product, t)
         moved = [error @ product.values for error in errors]
         self._store(name, moved[:1] if name == "o" else moved, placed)
         moved += [each + _rounding(t, product.expected + each) for each in moved]
@@ -121,6 +129,21 @@ class Independence:
             placed.store_rows(whole, parts)
         else:
             placed.store_sums(whole, placed.sums(whole).copy_(parts))
+
+
+def _weighted(product: _Product, t: Scores) -> torch.Tensor:
+    """Return w ref of every element."""
+    last = half_ulp(product.expected, t.form).square_().div_(3)
+    return product.expected / (product.variance @ product.values.square() + last)
+
+
+def _shared_of_dk(product: _Product, weight: torch.Tensor, delta: Delta, t: Scores) -> torch.Tensor:
+    """Return dK's V, before it is limited to 0; `weight`: P, times the derivative of the score, (Z, keys, rows)."""
+    of_d = (_weighted(product, t).nan_to_num_(nan=0.0) @ product.values.mT).mul_(weight)
+    if t.sunk:
+        # As in `_add_known`.
+        of_d = of_d[:, :-1]
+    return (delta.sigma2[..., 0] * (of_d.sum(1).square_() - of_d.square().sum(1))).nan_to_num_(nan=0.0).sum()
 
 
 def _rounding(t: Scores, x: torch.Tensor) -> torch.Tensor:
