@@ -20,8 +20,9 @@ are generic (repeats.py), since the errors of equal values are not independent. 
 correlation within a row, R's limit is 1 + max(3, 10 c) / sqrt(nu); where roundings are known to add up, one and a half times
 what they add up to is taken from z, since the kernel's own way to round may be another. So it is with R, where known roundings
 alone have an R_k above 1 + 1.5 / sqrt(nu): one and a half times R_k - 1. Errors that rows of an output share, those of D in
-dK, make the sum of t vary more than sum_r t_r^2 says: their part V of its variance is added to that (measured where one token is
-large: sum t over sqrt(sum t^2) had a standard deviation of 2.95, and of 1.01 with V).
+dK, make the sum of t vary more than sum_r t_r^2 says (measured where one token is large: sum t over sqrt(sum t^2) had a standard
+deviation of 2.95, and over sqrt(sum t^2 + V) of 1.01): V, their part of its variance, is added to sum_r t_r^2 but for a quarter
+of it, for which the limit has room: 6 standard deviations are at least 5.3 then, and z of normal values is what it was.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ _R_KNOWN = 1.5
 """Times 1 / sqrt(nu): how far R of known roundings is beyond 1 where they add up."""
 _KNOWN = 1.5
 """Factor of what known roundings add up to: a kernel's way to round is one of those that were tried, or a similar one."""
+_ROOM = 0.25
+"""Part of sum t^2 by which the variance of the sum may be larger, since the limit of z is far beyond what chance makes."""
 _FEWEST_ROWS = 16.0
 _NOTHING = 1e-300
 SUMS = 8
@@ -126,7 +129,7 @@ def of_limits(
 
 def _z(total: float, squares: float, slope: float, known_z: float, shared: float) -> float:
     beyond = max(0.0, abs(total) - slope - _KNOWN * known_z * math.sqrt(squares))
-    return beyond / math.sqrt(max(squares + shared, _NOTHING))
+    return beyond / math.sqrt(max(squares + max(0.0, shared - _ROOM * squares), _NOTHING))
 
 
 def _effective_rows(name: OutputName, repeats: Generic, sums: Sequence[float]) -> float:
