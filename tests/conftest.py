@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from support.order import spread
 from support.slow import SLOW, named
 
 pytest_plugins = ["pytester"]
@@ -28,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Triton has one mode per process: compiled where there is a GPU (tests of the interpreter run apart), else interpreted."""
     from support.apart import TestsApart
+    from support.bytecode import make_bytecode
     from support.live import LiveResults
     from support.triton_mode import ModeGuard
 
@@ -37,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts what runs in the background with SIGINT ignored, and what is started from here would ignore it as well.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    make_bytecode(config)
     on_gpu = environment.has_cuda()
     mode = config.getoption("--triton-mode", None) or ("compiled" if on_gpu else "interpreted")
     if mode == "interpreted":
@@ -62,6 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("slow") and "slow" not in asked:
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+    if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+        spread(items, int(workers))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["bytecode_variables"]
+__all__ = ["bytecode_variables", "in_caches"]
 
 
 def bytecode_variables() -> dict[str, str]:
@@ -22,5 +22,10 @@ def bytecode_variables() -> dict[str, str]:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or Path(spec.origin).with_name("__pycache__").exists():
         return {}
+    return in_caches()
+
+
+def in_caches() -> dict[str, str]:
+    """Return environment variables by which child processes keep bytecode in attnfuzz's folder for caches."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/nonexistent", ".cache")
     return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(Path(caches, "attnfuzz", "bytecode"))}

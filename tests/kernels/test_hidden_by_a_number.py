@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case, Recipe
 
 NUMBERS = (-65504.0, -1e9, -1e38)
+DTYPES = ("float16", "bfloat16", "float32")
 
 
 def tried(name: str, device: Device, by: float, **changed: Any) -> None:
@@ -43,9 +46,16 @@ def test_triton_on_a_cpu(by: float) -> None:
     tried("triton.flex", "cpu", by, seqlens_q=(70,), seqlens_k=(80,), dtype="float32")
 
 
+def on_gpu() -> Iterator[Any]:
+    """Each is a compile of two Configs: by default every number and every dtype of triton.flex, but not all pairs of them."""
+    pairs = list(itertools.product(DTYPES, NUMBERS))
+    default = {("triton.flex", *each) for each in zip(DTYPES, NUMBERS, strict=True)} | {("triton.flex.tf32", "float32", -1e9)}
+    for name in ("tilelang.modified", "triton.flex", "triton.flex.tf32"):
+        for dtype, by in pairs:
+            yield pytest.param(name, dtype, by, marks=[] if (name, dtype, by) in default else [pytest.mark.slow])
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("by", NUMBERS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("name", [pytest.param("tilelang.modified", marks=pytest.mark.slow), "triton.flex", "triton.flex.tf32"])
+@pytest.mark.parametrize(("name", "dtype", "by"), on_gpu())
 def test_on_a_gpu(name: str, dtype: str, by: float) -> None:
     tried(name, "cuda", by, dtype=dtype)

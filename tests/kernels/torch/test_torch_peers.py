@@ -365,8 +365,12 @@ def on_gpu() -> list[Any]:
     for each in declared():
         case = each.values[0]
         p = case.problem
-        flex_kinds = (("float16", None), ("bfloat16", "bottom_right"), ("float32", "top_left"))
-        slow = case.kernel == "torch.flex" and (p.dtype, p.causal) not in flex_kinds
+        flex_kinds = (
+            ("float16", None, 64, "ragged"),
+            ("bfloat16", "bottom_right", 128, "dense"),
+            ("float32", "top_left", 16, "dense"),
+        )
+        slow = case.kernel == "torch.flex" and (p.dtype, p.causal, p.dim_qk, p.packing) not in flex_kinds
         for pattern in ("normal",) if case.kernel == "torch.flex" else ("normal", "needle"):
             marks = [pytest.mark.slow] if slow else []
             params.append(

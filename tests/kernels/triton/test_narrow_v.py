@@ -45,7 +45,7 @@ def test_narrow_rows_of_v_are_right_on_the_cpu(kernel: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["triton.flex", "triton.varlen"])
+@pytest.mark.parametrize("kernel", [pytest.param("triton.flex", marks=pytest.mark.slow), "triton.varlen"])
 @pytest.mark.parametrize(
     "dims", [(115, 15), pytest.param((33, 15), marks=pytest.mark.slow), pytest.param((255, 15), marks=pytest.mark.slow)], ids=str
 )

@@ -374,8 +374,16 @@ def test_tilelang_passes_what_is_drawn() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["triton.varlen", "tilelang.varlen"])
-@pytest.mark.parametrize("check", [each for each in RELATIONS if each != "huge_strides"])
+@pytest.mark.parametrize(
+    ("check", "name"),
+    [
+        # Its mask is code of its own, which takes TileLang a minute on a node that is busy.
+        pytest.param(check, name, marks=[pytest.mark.slow] if (check, name) == ("future_keys", "tilelang.varlen") else [])
+        for check in RELATIONS
+        if check != "huge_strides"
+        for name in ("triton.varlen", "tilelang.varlen")
+    ],
+)
 def test_long_sequences_pass_on_the_gpu(name: str, check: Check) -> None:
     causal = "bottom_right" if check == "future_keys" else None
     lengths = (70, 65_536) if check == "split_batch" else (65_536,)
