@@ -22,7 +22,9 @@ what they add up to is taken from z, since the kernel's own way to round may be 
 alone have an R_k above 1 + 1.5 / sqrt(nu): one and a half times R_k - 1. Errors that rows of an output share, those of D in
 dK, make the sum of t vary more than sum_r t_r^2 says (measured where one token is large: sum t over sqrt(sum t^2) had a standard
 deviation of 2.95, and over sqrt(sum t^2 + V) of 1.01): V, their part of its variance, is added to sum_r t_r^2 but for a quarter
-of it, for which the limit has room: 6 standard deviations are at least 5.3 then, and z of normal values is what it was.
+of it, for which the limit has room: 6 standard deviations are at least 5.3 then, and z of normal values is what it was. They are
+few numbers too: with W the variance of the noise by them, R's limit is 1 + max(3 / sqrt(nu), 10 sqrt(c^2 / nu + W / (2 E^2))),
+E = g sum w Ex (one token large, rows that see 8 keys and a sink: R of a correct kernel 1.05 x the limit without).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import torch
 
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.oracles.budgets.bounds import Budget
-from attnfuzz.oracles.budgets.independence import Independence
+from attnfuzz.oracles.budgets.independence import Independence, Shared
 from attnfuzz.oracles.budgets.repeats import Generic, Repeats, generic
 from attnfuzz.oracles.formats import LAST_BITS, Format, half_ulp, on_grid, rounded
 from attnfuzz.oracles.fused import fused
@@ -50,6 +52,7 @@ _ROOM = 0.25
 """Part of sum t^2 by which the variance of the sum may be larger, since the limit of z is far beyond what chance makes."""
 _FEWEST_ROWS = 16.0
 _NOTHING = 1e-300
+_NONE = Shared()
 SUMS = 8
 """Numbers of an output behind its statistics."""
 
@@ -107,11 +110,11 @@ def of_limits(
     sums: Sequence[float],
     correlated: float = 0.0,
     known_z: float = 0.0,
-    shared: float = 0.0,
+    shared: Shared = _NONE,
 ) -> tuple[float, float] | None:
     """Return (R, z) over their limits, from an output's `_sums`; None where they are not computed.
 
-    `correlated`, `known_z`, `shared`: c, z_k where it counts, and V (independence.py).
+    `correlated`, `known_z`, `shared`: c, z_k where it counts, V and W (independence.py).
     """
     g = repeats.g
     noise, expected, _, slope, t, t2, s, s2 = sums
@@ -121,9 +124,10 @@ def of_limits(
     if g >= most or nu < _FEWEST_ROWS * (1 - LAST_BITS) or (name == "dv" and repeats.of_d_o >= most):
         return None
     # Values that repeat g times in the mean have g times the noise.
-    limit = 1 + max(_R_LIMIT, _R_SINGLE * correlated) / nu**0.5
-    r = noise / max(expected * max(g, 1.0), _NOTHING) / limit
-    z = min(_z(x, x2, slope, known_z, shared) for x, x2 in ((t, t2), (s, s2))) / _Z_LIMIT
+    expected = max(expected * max(g, 1.0), _NOTHING)
+    spread = math.hypot(correlated / math.sqrt(nu), math.sqrt(shared.of_noise / 2) / expected)
+    r = noise / expected / (1 + max(_R_LIMIT / math.sqrt(nu), _R_SINGLE * spread))
+    z = min(_z(x, x2, slope, known_z, shared.of_t) for x, x2 in ((t, t2), (s, s2))) / _Z_LIMIT
     return r, z
 
 
