@@ -19,18 +19,24 @@ are generic (repeats.py), since the errors of equal values are not independent. 
 (R - 1) sqrt(nu) was at most 1.26 and z at most 2.6. Beyond a limit, independence is checked (independence.py): with c the
 correlation within a row, R's limit is 1 + max(3, 10 c) / sqrt(nu); where roundings are known to add up, one and a half times
 what they add up to is taken from z, since the kernel's own way to round may be another. So it is with R, where known roundings
-alone have an R_k above 1 + 1.5 / sqrt(nu): one and a half times R_k - 1.
+alone have an R_k above 1 + 1.5 / sqrt(nu): one and a half times R_k - 1. Errors that rows of an output share, those of D in
+dK, make the sum of t vary more than sum_r t_r^2 says (measured where one token is large: sum t over sqrt(sum t^2) had a standard
+deviation of 2.95, and over sqrt(sum t^2 + V) of 1.01): V, their part of its variance, is added to sum_r t_r^2 but for a quarter
+of it, for which the limit has room: 6 standard deviations are at least 5.3 then, and z of normal values is what it was. They are
+few numbers too: with W the variance of the noise by them, R's limit is 1 + max(3 / sqrt(nu), 10 sqrt(c^2 / nu + W / (2 E^2))),
+E = g sum w Ex (one token large, rows that see 8 keys and a sink: R of a correct kernel 1.05 x the limit without).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.oracles.budgets.bounds import Budget
-from attnfuzz.oracles.budgets.independence import Independence
+from attnfuzz.oracles.budgets.independence import Independence, Shared
 from attnfuzz.oracles.budgets.repeats import Generic, Repeats, generic
 from attnfuzz.oracles.formats import LAST_BITS, Format, half_ulp, on_grid, rounded
 from attnfuzz.oracles.fused import fused
@@ -42,8 +48,11 @@ _R_KNOWN = 1.5
 """Times 1 / sqrt(nu): how far R of known roundings is beyond 1 where they add up."""
 _KNOWN = 1.5
 """Factor of what known roundings add up to: a kernel's way to round is one of those that were tried, or a similar one."""
+_ROOM = 0.25
+"""Part of sum t^2 by which the variance of the sum may be larger, since the limit of z is far beyond what chance makes."""
 _FEWEST_ROWS = 16.0
 _NOTHING = 1e-300
+_NONE = Shared()
 SUMS = 8
 """Numbers of an output behind its statistics."""
 
@@ -81,8 +90,8 @@ def statistics(
             if ratios[name][0] > 1:
                 known = _less_known(name, values, known, _noise_of(outputs[name], dependence.moved(name), form))
             known_z = known_z if known_z > Independence.Z_LIMIT else 0.0
-            if pair := of_limits(name, values, known, correlated):
-                ratios[name] = (pair[0], max(0.0, pair[1] - _KNOWN * known_z / _Z_LIMIT))
+            if pair := of_limits(name, values, known, correlated, known_z, dependence.shared(name)):
+                ratios[name] = pair
     return ratios
 
 
@@ -95,8 +104,18 @@ def suspicious(outputs: Mapping[OutputName, tuple[torch.Tensor, torch.Tensor, Bu
     return any(max(each) > 1 for each in ratios if each)
 
 
-def of_limits(name: OutputName, repeats: Generic, sums: Sequence[float], correlated: float = 0.0) -> tuple[float, float] | None:
-    """Return (R, z) over their limits, from an output's `_sums`; None where they are not computed."""
+def of_limits(
+    name: OutputName,
+    repeats: Generic,
+    sums: Sequence[float],
+    correlated: float = 0.0,
+    known_z: float = 0.0,
+    shared: Shared = _NONE,
+) -> tuple[float, float] | None:
+    """Return (R, z) over their limits, from an output's `_sums`; None where they are not computed.
+
+    `correlated`, `known_z`, `shared`: c, z_k where it counts, V and W (independence.py).
+    """
     g = repeats.g
     noise, expected, _, slope, t, t2, s, s2 = sums
     nu = _effective_rows(name, repeats, sums)
@@ -105,10 +124,16 @@ def of_limits(name: OutputName, repeats: Generic, sums: Sequence[float], correla
     if g >= most or nu < _FEWEST_ROWS * (1 - LAST_BITS) or (name == "dv" and repeats.of_d_o >= most):
         return None
     # Values that repeat g times in the mean have g times the noise.
-    limit = 1 + max(_R_LIMIT, _R_SINGLE * correlated) / nu**0.5
-    r = noise / max(expected * max(g, 1.0), _NOTHING) / limit
-    z = min(max(0.0, abs(x) - slope) / max(x2, _NOTHING) ** 0.5 for x, x2 in ((t, t2), (s, s2))) / _Z_LIMIT
+    expected = max(expected * max(g, 1.0), _NOTHING)
+    spread = math.hypot(correlated / math.sqrt(nu), math.sqrt(shared.of_noise / 2) / expected)
+    r = noise / expected / (1 + max(_R_LIMIT / math.sqrt(nu), _R_SINGLE * spread))
+    z = min(_z(x, x2, slope, known_z, shared.of_t) for x, x2 in ((t, t2), (s, s2))) / _Z_LIMIT
     return r, z
+
+
+def _z(total: float, squares: float, slope: float, known_z: float, shared: float) -> float:
+    beyond = max(0.0, abs(total) - slope - _KNOWN * known_z * math.sqrt(squares))
+    return beyond / math.sqrt(max(squares + max(0.0, shared - _ROOM * squares), _NOTHING))
 
 
 def _effective_rows(name: OutputName, repeats: Generic, sums: Sequence[float]) -> float:

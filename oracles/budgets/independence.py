@@ -4,7 +4,7 @@ Rows may have equal errors by their structure, without a fault: with P = exp(-sl
 1e-3 change no rounding, so that all rows are rounded alike (measured on an H200: z of 3.7 x its limit, R of 1.2 x). And beside a
 large sink all P are a few of float16's subnormal numbers: 2.07 to 2.23 units become 2 in every row and key, which is 0.14 units
 too small each time (R of dV 1.05 to 12 x its limit in 14 of 6,000 Cases with such sinks, by a script that is not in the
-repository). Three figures:
+repository). Five figures:
 
     z_k = |sum_r t_r| / sqrt(sum_r t_r^2), t_r = sum_d w err ref of a row (aggregate.py), err the error of exact values by the
           roundings of P and dS, without and with the last one: the largest over the ways a kernel may round, eight references
@@ -14,6 +14,12 @@ repository). Three figures:
           assumes: for O the one reference that is its row's maximum, since the others have other units
     c^2 = the mean over rows of sum_de corr(d, e)^2 / D^2: 1 where a row's error is a multiple of one number, as the error of D
           in a row that sees few keys, and 1 / n where it has n independent numbers; equal values have equal last roundings
+    V   = the part of the variance of sum_r t_r that is not in sum_r t_r^2: 0 for O, dV and dQ, whose rows share no error. An
+          error of D in row i is in dK of all keys that it sees. With V_D its variance (delta.py) and g_ij = sum_d w ref scale q
+          of key j and row i: sum_i V_D (sum_j P_ij g_ij)^2 - sum_ij V_D P_ij^2 g_ij^2, at least 0
+    W   = the variance of dK's sum w err^2 from D: of a sum of as many squares of single numbers as rows have errors of D that
+          count. With x_i the error of dK by one of sqrt(V_D) in row i, 2 sum_ik (sum w x_i x_k)^2: the part of i = k, and the
+          variance of sum w (sum_i +-x_i)^2 over random signs, which is the rest
 
 Independent roundings have z_k below 3.5 except for some in a thousand: it is the largest of 2 to 16 ways. A mean of n squares of
 single numbers exceeds 1 + 10 / sqrt(n) one time in a million, and 1 + 3 / sqrt(n) three times in a hundred. R_k was at most
@@ -34,13 +40,23 @@ from attnfuzz.oracles.budgets.forward import Forward, Scores
 from attnfuzz.oracles.formats import half_ulp, on_grid
 from attnfuzz.oracles.frames import Placed
 
-__all__ = ["Independence"]
+__all__ = ["Independence", "Shared"]
 
 _REFERENCES = 8
 _SAMPLED = 32
 _WINDOW = 16.0
 """Mantissas are equal within u / 16, as in repeats.py."""
 _NOTHING = 1e-300
+_SIGNS = 32
+"""Draws of signs, for a standard deviation that is right within an eighth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What errors that rows of an output share add: V, and W."""
+
+    of_t: float = 0.0
+    of_noise: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +79,7 @@ class Independence:
 
     def __init__(self) -> None:
         self._sums: dict[OutputName, torch.Tensor] = {}
+        self._shared: list[torch.Tensor] = []
         self._moved: dict[OutputName, tuple[torch.Tensor, int]] = {}
         self._correlated: dict[OutputName, list[torch.Tensor]] = {}
 
@@ -82,6 +99,7 @@ class Independence:
         for name, product, sampled, errors in products:
             self._add_known(name, product, errors, t, placed)
             self._correlated.setdefault(name, []).append(_correlated(product, sampled, t))
+        self._shared.append(_shared_of_dk(products[-1][1], weight.mT, delta, t))
 
     def figures(self) -> dict[OutputName, tuple[float, float]]:
         """Return (z_k, c) of each output."""
@@ -92,6 +110,15 @@ class Independence:
             values[name] = (float(known), math.sqrt(float(torch.cat(self._correlated[name]).mean())))
         return values
 
+    def shared(self, name: OutputName) -> Shared:
+        """Return V and W of an output."""
+        if name != "dk":
+            return Shared()
+        of_t, squares, *drawn = torch.stack(self._shared).sum(0).tolist()
+        rest = float(torch.tensor(drawn, dtype=torch.float64).var())
+        # Where D has no bound, sums may be infinite.
+        return Shared(max(0.0, of_t), math.inf if math.isnan(rest) else 2 * squares + rest)
+
     def moved(self, name: OutputName) -> list[torch.Tensor]:
         """Return how far the known roundings of R_k move an output, `(heads, tokens, dim)`, one for each way to round."""
         whole, ways = self._moved[name]
@@ -99,8 +126,7 @@ class Independence:
 
     def _add_known(self, name: OutputName, product: _Product, errors: Iterator[torch.Tensor], t: Scores, placed: Placed) -> None:
         """Add sum t and sum t^2 of the rows, and store what moves them, for each of `errors`."""
-        last = half_ulp(product.expected, t.form).square_().div_(3)
-        weighted = product.expected / (product.variance @ product.values.square() + last)
+        weighted = product.expected * _weights(product, t)
         moved = [error @ product.values for error in errors]
         self._store(name, moved[:1] if name == "o" else moved, placed)
         moved += [each + _rounding(t, product.expected + each) for each in moved]
@@ -121,6 +147,32 @@ class Independence:
             placed.store_rows(whole, parts)
         else:
             placed.store_sums(whole, placed.sums(whole).copy_(parts))
+
+
+def _weights(product: _Product, t: Scores) -> torch.Tensor:
+    """Return w of every element."""
+    return 1 / (product.variance @ product.values.square() + half_ulp(product.expected, t.form).square_().div_(3))
+
+
+def _shared_of_dk(product: _Product, weight: torch.Tensor, delta: Delta, t: Scores) -> torch.Tensor:
+    """Return what dK's V and W are taken from, `(2 + _SIGNS,)`: V, half of the part of W of each row alone, and the sums drawn.
+
+    `weight`: P, times the derivative of the score, (Z, keys, rows).
+    """
+    w = _weights(product, t).masked_fill_(product.expected == 0, 0.0)
+    if t.sunk:
+        # As in `_add_known`.
+        w, weight, expected = w[:, :-1], weight[:, :-1], product.expected[:, :-1]
+    else:
+        expected = product.expected
+    q, sigma2 = product.values, delta.sigma2
+    of_d = ((w * expected) @ q.mT).mul_(weight)
+    of_t = (sigma2[..., 0] * (of_d.sum(1).square_() - of_d.square().sum(1))).nan_to_num_(nan=0.0).sum()
+    alone = sigma2[..., 0] * ((w @ q.square().mT) * weight.square()).sum(1)
+    # From one generator on the host, so that all devices have the same.
+    signs = torch.randint(0, 2, (_SIGNS, *sigma2.shape), generator=torch.Generator().manual_seed(0)).to(q) * 2 - 1
+    drawn = [(w * (weight @ (each * sigma2.sqrt() * q)).square_()).nan_to_num_(nan=0.0).sum() for each in signs]
+    return torch.stack([of_t, alone.square_().nan_to_num_(nan=0.0).sum(), *drawn])
 
 
 def _rounding(t: Scores, x: torch.Tensor) -> torch.Tensor:
