@@ -6,8 +6,10 @@ its inputs, lies between bands of a NaN pattern: a read beyond its ends shows in
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,7 +169,8 @@ class Bands:
             pieces.fill(start + before + size, 2 * count - before - size, doubled(after))
         else:
             words = torch.full((count,), pattern, dtype=torch.int16, device=device)
-            words[(before + size) // 2 :] = after
+            if after != pattern:
+                _write_words(words, (before + size) // 2, after)
         self._kept.append(_Band(what, words, before // 2, pattern, after, begin))
         return words.view(torch.uint8)[before : before + size]
 
@@ -230,6 +233,15 @@ class Bands:
                 side, count = ("before the start", before) if before else ("past the end", after)
                 return f"{count} 2-byte words were written {side} of {each.what}"
         return None
+
+
+def _write_words(words: torch.Tensor, start: int, word: int) -> None:
+    """Fill a tensor of int16 with a word from `start` on; without operations of torch on a CPU, which take longer than that."""
+    if words.device.type != "cpu":
+        words[start:] = word
+        return
+    count = words.numel() - start
+    ctypes.memmove(words.data_ptr() + 2 * start, word.to_bytes(2, sys.byteorder, signed=True) * count, 2 * count)
 
 
 def _check_bands(bands: Sequence[_Band], pieces: Pieces) -> None:
