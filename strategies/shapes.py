@@ -122,11 +122,11 @@ def other_dims(kernel: Kernel, device: Device, seed: int, count: int) -> tuple[V
         configs = [] if dims in can.dims else kernel.configs(probe)
         for config in numbers.sample(list(configs), len(configs)):
             if kernel.supports(probe, config, device) is None:
-                found = Variant(dtype, causal, (dims[0], dims[1]), config)
-                if len(others) < count - 1 or not step % _VECTOR or any(map(_uneven, (*others, found))):
-                    others[found] = None
-                elif found not in others:
-                    spare = spare or found
+                variant = Variant(dtype, causal, (dims[0], dims[1]), config)
+                if len(others) < count - 1 or not step % _VECTOR or any(map(_uneven, (*others, variant))):
+                    others[variant] = None
+                elif variant not in others:
+                    spare = spare or variant
                 break
         if len(others) >= count:
             break

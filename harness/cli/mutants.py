@@ -199,7 +199,7 @@ def _chosen(bank: dict[str, Any], ids: Sequence[str], device: Device) -> tuple[l
     able = [each for each in bank if each not in reasons]
     if device == "cuda":
         kernels = dict.fromkeys(bank[each].kernel for each in able)
-        unable = {name: f"{name} cannot run: {reason}" for name in kernels if (reason := registry.get(name).unavailable(device))}
+        unable = {name: f"{name} cannot run: {why}" for name in kernels if (why := registry.get(name).unavailable(device))}
         # Where none can run, the machine is not one for campaigns on a GPU: an error, and no report of nothing.
         if len(unable) < len(kernels):
             reasons |= {each: unable[bank[each].kernel] for each in able if bank[each].kernel in unable}
