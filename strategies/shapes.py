@@ -15,7 +15,19 @@ from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Needs, Problem
 from attnfuzz.strategies.case import DEFAULT_TILE, Pattern
 from attnfuzz.strategies.modifiers import Chosen, hides_first_keys, hiding_tile, pooled
 
-__all__ = ["MODIFIED", "Variant", "all_variants", "covering", "heads", "modified", "one_variant", "other_dims", "pool", "scales"]
+__all__ = [
+    "MODIFIED",
+    "Variant",
+    "all_variants",
+    "compile_order",
+    "covering",
+    "heads",
+    "modified",
+    "one_variant",
+    "other_dims",
+    "pool",
+    "scales",
+]
 
 _DTYPE_ORDER: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
 _CAUSAL_ORDER: tuple[Causal | None, ...] = (None, "bottom_right", "top_left")
@@ -32,8 +44,8 @@ _ATTEMPTS = 20
 _WITH_NEIGHBOURS = 8
 _VECTOR = 8
 """Elements of half precision in 16 bytes, which code loads and stores at once."""
-_STEP = 32
-"""Columns that kernels often take at once."""
+_STEP, _WIDE = 32, 128
+"""Columns that kernels often take at once, and the most of them."""
 _POSITIVE = (None, None, None, 1.0, 0.25, 0.1, 0.0078125)
 _SCALES: st.SearchStrategy[float | None] = st.sampled_from(_POSITIVE)
 _TINY_SCALES: st.SearchStrategy[float | None] = st.sampled_from((2.0**-16, 1e-5, 2.0**-18))
@@ -179,8 +191,17 @@ def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, .
     if count >= len(variants):
         return variants
     near = _neighbours(variants, seed)[: count // 4 if count >= _WITH_NEIGHBOURS else 0]
-    chosen = {each for each, _ in islice(_spread(variants, seed, _values, near), count)}
+    values = _values if count < _WITH_NEIGHBOURS else _values_and_widths
+    chosen = {each for each, _ in islice(_spread(variants, seed, values, near), count)}
     return tuple(each for each in variants if each in chosen)
+
+
+def compile_order(variants: Sequence[Variant]) -> tuple[Variant, ...]:
+    """Return the variants, the first in its place, in an order in which each covers most values that those before it do not.
+
+    For compiles: trials begin with what is compiled first, and what all of it has in common, such as equal dims, stays untried.
+    """
+    return tuple(each for each, _ in _spread(variants, 0, _values_and_modifiers)) if variants else ()
 
 
 def covering(variants: Sequence[Variant]) -> tuple[Variant, ...]:
@@ -227,6 +248,18 @@ def _values(variant: Variant) -> Iterable[tuple[str, object]]:
     yield "longer dim", _sign(dim_qk - dim_v)
     yield "dims in steps", (dim_qk % _STEP == 0, dim_v % _STEP == 0)
     yield "longer side", _sign(variant.config.tile("tile_m", 0) - variant.config.tile("tile_n", 0))
+
+
+def _values_and_widths(variant: Variant) -> Iterable[tuple[str, object]]:
+    yield from _values(variant)
+    # Kernels often take wide rows by parts. Few variants are better spent otherwise.
+    yield "wide dims", tuple(dim > _WIDE for dim in variant.dims)
+
+
+def _values_and_modifiers(variant: Variant) -> Iterable[tuple[str, object]]:
+    yield from _values_and_widths(variant)
+    if variant.modifiers is not None:
+        yield "modifiers", tuple(name for name, _ in variant.modifiers)
 
 
 def _sign(number: int) -> int:

@@ -25,6 +25,7 @@ from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.shapes import compile_order
 
 __all__ = ["KernelState"]
 
@@ -96,9 +97,9 @@ class KernelState:
         return Turn(self.kernel.name, until, earlier, only_earlier=bool(self.earlier), replay_seconds=part)
 
     def variant_cases(self) -> dict[str, Case]:
-        """Return the smallest Case of each compile key of the variants, simplest first; empty where nothing is compiled."""
+        """Return the smallest Case of each compile key, in the order of compiles; none where nothing is compiled."""
         cases: dict[str, Case] = {}
-        for each in self.plan.variants if self.plan.compiled else ():
+        for each in compile_order(self.plan.variants) if self.plan.compiled else ():
             cases.setdefault(self.plan.key(self.kernel, each), self.plan.case(self.kernel, each))
         return cases
 
@@ -139,7 +140,7 @@ class KernelState:
 
     def keep_refused(self) -> None:
         """Keep a finding for each failure of the compiler, with the simplest variant's Case; others stand for the same."""
-        order = list(self.variant_cases())
+        order = list(dict.fromkeys(self.plan.key(self.kernel, each) for each in self.plan.variants))
         for key in sorted(self._refused, key=lambda each: order.index(each) if each in order else len(order)):
             case, failure = self._refused[key]
             verdict = Verdict(status="fail", failures=(failure,))

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import cases
 from attnfuzz.strategies.draw import drawn
 from attnfuzz.strategies.modifiers import pooled
-from attnfuzz.strategies.shapes import _KEY, Variant, all_variants, one_variant, other_dims, pool
+from attnfuzz.strategies.shapes import _KEY, Variant, all_variants, compile_order, one_variant, other_dims, pool
 
 
 def test_all_variants_are_every_combination_simplest_first() -> None:
@@ -91,6 +92,34 @@ def test_a_pool_has_a_neighbour_for_each_part_of_a_compile_key(seed: int) -> Non
     assert all({part} in alone for part in _KEY)
     alone = [_different(variants[0], each) for each in pool(variants, 8, seed)[1:]]
     assert sum({part} in alone for part in _KEY) >= 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_compiles_begin_with_variants_that_differ_in_what_bugs_depend_on(seed: int) -> None:
+    """In the order of declarations a longer V came last: bugs of its columns were not met until all else was compiled."""
+    subject = Subject(can={"dims": ((64, 64), (128, 128), (64, 48), (192, 128), (48, 80))})
+    members = pool(all_variants(subject, "cpu"), 10, seed)
+    order = compile_order(members)
+    assert set(order) == set(members)
+    assert (len(order), order[0]) == (len(members), members[0])
+    early = [each.dims for each in order[:6]]
+    assert any(dim_v > dim_qk for dim_qk, dim_v in early)
+    assert any(dim_qk > 128 for dim_qk, _ in early)
+    assert len({each.dtype for each in order[:4]}) == 3
+    assert compile_order(()) == ()
+
+
+def test_kinds_of_modifiers_are_compiled_early() -> None:
+    first = all_variants(Subject(), "cpu")[0]
+    kinds = ((("softcap", 30.0),), (("softcap", 50.0),), (("softcap", 20.0),), (("window", (4, None)),))
+    order = compile_order([replace(first, modifiers=kind) for kind in kinds])
+    assert [each.modifiers for each in order[:2]] == [kinds[0], kinds[3]]
+
+
+def test_a_pool_of_many_has_wide_dims() -> None:
+    subject = Subject(can={"dims": ((64, 64), (32, 32), (96, 96), (128, 128), (64, 48), (48, 80), (40, 72), (256, 256))})
+    for seed in range(6):
+        assert (256, 256) in {each.dims for each in pool(all_variants(subject, "cpu"), 8, seed)}
 
 
 @pytest.mark.parametrize(("step", "most"), [(1, 256), (8, 256), (16, 128), (40, 100), (64, 64)])

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.runs import FunctionExecutor
+from support.subjects import Subject
 
 from attnfuzz.harness.campaign import drawer as drawer_module
 from attnfuzz.harness.campaign.account import Account
 from attnfuzz.harness.campaign.backlog import Backlog
-from attnfuzz.harness.campaign.compiles import KeyState
+from attnfuzz.harness.campaign.compiles import KeyState, Wanted
 from attnfuzz.harness.campaign.context import Batch, CampaignContext, WorkerContext
 from attnfuzz.harness.campaign.coordinator import Coordinator, LocalTurns
 from attnfuzz.harness.campaign.drawer import Drawer
@@ -28,7 +29,7 @@ from attnfuzz.harness.campaign.rounds import EXAMPLES, Round, Rounds
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.campaign.supply import Supply
 from attnfuzz.harness.campaign.worker import Worker
-from attnfuzz.harness.isolation.executors import Compiled, Compiler, SerialCompiler
+from attnfuzz.harness.isolation.executors import Compiled, Compiler, SerialCompiler, compile_error
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
@@ -453,3 +454,25 @@ def test_a_worker_whose_cases_all_wait_leaves_the_kernel_until_code_is_compiled(
     assert kernel_of(0) == "test.a"
     coordinator.end_turn(0, "test.a", TurnEnd(seconds=0.0, ready=3, waiting=600))
     assert kernel_of(0) == "test.a", "Cases that can run are tried, whatever waits"
+
+
+class ByDims(Subject):
+    """A kernel that is only compiled: for each dtype and dims."""
+
+    def compile_key(self, problem: Problem, config: Config) -> str:
+        return f"{problem.dtype} {problem.dim_qk} {problem.dim_v}"
+
+
+def test_the_simplest_variant_stands_for_those_that_the_compiler_refuses_whatever_their_order() -> None:
+    kernel = ByDims({"compiles_on": ("cpu",)})
+    settings = Settings(max_examples=40, out=None, profile="nightly")
+    plan, context = plan_of(kernel, settings), CampaignContext(settings)
+    state = KernelState(kernel, plan, context)
+    wanted = list(state.variant_cases().items())
+    simplest = list(dict.fromkeys(plan.key(kernel, each) for each in plan.variants))
+    assert [key for key, _ in wanted] != simplest
+    assert wanted[0][0] == simplest[0]
+    for place, (key, case) in enumerate(wanted):
+        failure = compile_error(case, "too many registers") if place else None
+        state.compiled(Wanted(kernel.name, key, case), Compiled(case, 0.0, failure))
+    assert [each.case for each in state.findings.closed.values()] == [dict(wanted)[simplest[1]]]
