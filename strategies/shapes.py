@@ -42,6 +42,8 @@ _BOOLEANS = st.booleans()
 _POWERS = (16, 32, 64, 128, 256)
 _ATTEMPTS = 20
 _WITH_NEIGHBOURS = 8
+_VECTOR = 8
+"""Elements of half precision in 16 bytes, which code loads and stores at once."""
 _STEP, _WIDE = 32, 128
 """Columns that kernels often take at once, and the most of them."""
 _POSITIVE = (None, None, None, 1.0, 0.25, 0.1, 0.0078125)
@@ -106,7 +108,8 @@ def all_variants(kernel: Kernel, device: Device) -> tuple[Variant, ...]:
 def other_dims(kernel: Kernel, device: Device, seed: int, count: int) -> tuple[Variant, ...]:
     """Return up to `count` variants, chosen by `seed`, with dims that `kernel` takes but does not list: by its `dim_multiple`.
 
-    Half of the dims are at a power of two or next to it. dtypes and masks are those that it declares, in turn.
+    Half of the dims are at a power of two or next to it. dtypes and masks are those that it declares, in turn. One variant at
+    least has no dims that are multiples of 8, if the kernel takes such: vectors of 16 bytes do not divide its rows.
     """
     can = kernel.capabilities
     step = can.dim_multiple
@@ -118,6 +121,7 @@ def other_dims(kernel: Kernel, device: Device, seed: int, count: int) -> tuple[V
     kinds = [(dtype, causal) for dtype in can.dtypes_for(device) for causal in can.causal]
     numbers.shuffle(kinds)
     others: dict[Variant, None] = {}
+    spare: Variant | None = None
     for attempt in range(_ATTEMPTS * count if kinds else 0):
         # Two attempts each: the second with equal dims, as some kernels need them.
         dtype, causal = kinds[attempt // 2 % len(kinds)]
@@ -130,11 +134,21 @@ def other_dims(kernel: Kernel, device: Device, seed: int, count: int) -> tuple[V
         configs = [] if dims in can.dims else kernel.configs(probe)
         for config in numbers.sample(list(configs), len(configs)):
             if kernel.supports(probe, config, device) is None:
-                others[Variant(dtype, causal, (dims[0], dims[1]), config)] = None
+                variant = Variant(dtype, causal, (dims[0], dims[1]), config)
+                if len(others) < count - 1 or not step % _VECTOR or any(map(_uneven, (*others, variant))):
+                    others[variant] = None
+                elif variant not in others:
+                    spare = spare or variant
                 break
         if len(others) >= count:
             break
+    if spare is not None and len(others) < count:
+        others[spare] = None
     return tuple(others)
+
+
+def _uneven(variant: Variant) -> bool:
+    return all(dim % _VECTOR for dim in variant.dims)
 
 
 def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: int, most: int = MODIFIED) -> tuple[Variant, ...]:

@@ -182,6 +182,8 @@ def _bank() -> dict[str, Any]:
 def _chosen(bank: dict[str, Any], ids: Sequence[str], device: Device) -> tuple[list[str], dict[str, str]]:
     """Return the ids of the mutants to try, each once, and those that cannot show on the device, with the reasons.
 
+    Without ids, kernels that cannot run on this machine's GPU are left out, as long as another can.
+
     Raises:
         BadArgument: the bank has none of an id, or it cannot show on the device.
     """
@@ -192,7 +194,16 @@ def _chosen(bank: dict[str, Any], ids: Sequence[str], device: Device) -> tuple[l
             raise reject("ID", each, f"none of the {len(bank)} mutants has that id", f"did you mean {near}?")
         if each in reasons:
             raise reject("ID", each, reasons[each], "give another, or another --device")
-    return [each for each in dict.fromkeys(ids or bank) if each not in reasons], {} if ids else reasons
+    if ids:
+        return list(dict.fromkeys(ids)), {}
+    able = [each for each in bank if each not in reasons]
+    if device == "cuda":
+        kernels = dict.fromkeys(bank[each].kernel for each in able)
+        unable = {name: f"{name} cannot run: {why}" for name in kernels if (why := registry.get(name).unavailable(device))}
+        # Where none can run, the machine is not one for campaigns on a GPU: an error, and no report of nothing.
+        if len(unable) < len(kernels):
+            reasons |= {each: unable[bank[each].kernel] for each in able if bank[each].kernel in unable}
+    return [each for each in able if each not in reasons], reasons
 
 
 def _why_not_on(mutant: Any, device: Device) -> str:

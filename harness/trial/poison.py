@@ -6,8 +6,10 @@ its inputs, lies between bands of a NaN pattern: a read beyond its ends shows in
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,11 @@ _BAND = 1 << 16
 _FIRST_PATTERN, _PATTERNS = 0xFF81 - (1 << 16), 63
 """16-bit words that are NaN in float16, bfloat16 and (two of them) float32: signalling in the last two, so that arithmetic
 changes them. Up to 63 tensors have different words, so that a copy of one band to another shows."""
+_POSITIVE = 0x7FFF
+"""The bits of a pattern that follow integers: a positive number, so that a sequence whose end is read past those of lengths has
+tokens. Before integers it is negative, so that one whose begin is read there has them too."""
+_INTEGERS = (torch.int32, torch.int64)
+"""Those of lengths and indices."""
 _ALIGNMENT = 256
 """Bytes: a copy has the alignment of its original, up to this."""
 _HALF = _BAND // 2
@@ -56,6 +63,9 @@ class _Band:
     before: int
     """Words in front of the tensor."""
     pattern: int
+    """The words in front of it."""
+    after: int
+    """Those behind it."""
     begin: int = 0
     """Byte of the original's storage that is the first one here."""
 
@@ -89,7 +99,7 @@ class Bands:
         pieces = None
         if guard_kernel.takes(device):
             pieces = Pieces(device) if later is None else later.setdefault(device, Pieces(device))
-        held = self._between(size, 0, device, f"{what} {tuple(tensor.shape)} {tensor.dtype}", pieces)
+        held = self._between(size, 0, tensor, f"{what} {tuple(tensor.shape)} {tensor.dtype}", pieces)
         if pieces is not None:
             if pattern is not None:
                 pieces.fill(held.data_ptr(), size, pattern)
@@ -130,7 +140,7 @@ class Bands:
         first = next(iter(sharing.values()))
         detail = f"{tuple(first.shape)} {first.dtype}" if len(sharing) == 1 else "in one allocation"
         lead, named = begin % _ALIGNMENT, f"{what} {', '.join(sharing)} {detail}"
-        held = self._between(end - begin, lead, first.device, named, pieces, begin)
+        held = self._between(end - begin, lead, first, named, pieces, begin)
         if pieces is not None:
             pieces.copy(held.data_ptr(), first.untyped_storage().data_ptr() + begin, end - begin)
         else:
@@ -142,23 +152,26 @@ class Bands:
         return copies
 
     def _between(
-        self, size: int, lead: int, device: torch.device, what: str, pieces: Pieces | None, begin: int = 0
+        self, size: int, lead: int, original: torch.Tensor, what: str, pieces: Pieces | None, begin: int = 0
     ) -> torch.Tensor:
         """Return `size` bytes between bands that start `lead` bytes (an even number) past a multiple of the alignment.
 
-        `pieces` gets the bands; without it they are filled here. `begin`: of the `_Band`.
+        `original`: what they are for. `pieces` gets the bands; without it they are filled here. `begin`: of the `_Band`.
         """
-        pattern = _FIRST_PATTERN + 17 * len(self._kept) % _PATTERNS
+        pattern, device = _FIRST_PATTERN + 17 * len(self._kept) % _PATTERNS, original.device
+        after = pattern & _POSITIVE if original.dtype in _INTEGERS else pattern
         before = _BAND + lead // 2 * 2
         count = (before + size + _BAND + 1) // 2
         if pieces is not None:
             words = torch.empty((count,), dtype=torch.int16, device=device)
             start = words.data_ptr()
             pieces.fill(start, before, doubled(pattern))
-            pieces.fill(start + before + size, 2 * count - before - size, doubled(pattern))
+            pieces.fill(start + before + size, 2 * count - before - size, doubled(after))
         else:
             words = torch.full((count,), pattern, dtype=torch.int16, device=device)
-        self._kept.append(_Band(what, words, before // 2, pattern, begin))
+            if after != pattern:
+                _write_words(words, (before + size) // 2, after)
+        self._kept.append(_Band(what, words, before // 2, pattern, after, begin))
         return words.view(torch.uint8)[before : before + size]
 
     def offset_here(self, tensor: torch.Tensor, offset: int, extent: int) -> int:
@@ -197,7 +210,7 @@ class Bands:
             for some in (here[start : start + _AT_ONCE] for start in range(0, len(here), _AT_ONCE)):
                 parts = [part for each in some for part in (each.words[each.before - _HALF : each.before], each.words[-_HALF:])]
                 numbers += torch.aminmax(torch.cat(parts).view(torch.int64).view(len(parts), -1), dim=1)
-                codes = [_code(each.pattern) for each in some for _ in range(2)]
+                codes = [_code(word) for each in some for word in (each.pattern, each.after)]
                 expected += codes + codes
         return Reading(numbers, expected)
 
@@ -209,7 +222,9 @@ class Bands:
         edges = self.edges()
         if edges is None or edges.as_expected():
             return None
-        sides = [(band, each.pattern) for each in self._kept for band in (each.words[: each.before], each.words[-_HALF:])]
+        sides = []
+        for each in self._kept:
+            sides += [(each.words[: each.before], each.pattern), (each.words[-_HALF:], each.after)]
         counts = [(band != pattern).sum() for band, pattern in sides]
         changed = torch.stack(counts).tolist()
         for number, each in enumerate(self._kept):
@@ -220,11 +235,20 @@ class Bands:
         return None
 
 
+def _write_words(words: torch.Tensor, start: int, word: int) -> None:
+    """Fill a tensor of int16 with a word from `start` on; without operations of torch on a CPU, which take longer than that."""
+    if words.device.type != "cpu":
+        words[start:] = word
+        return
+    count = words.numel() - start
+    ctypes.memmove(words.data_ptr() + 2 * start, word.to_bytes(2, sys.byteorder, signed=True) * count, 2 * count)
+
+
 def _check_bands(bands: Sequence[_Band], pieces: Pieces) -> None:
     for each in bands:
-        start, pattern = each.words.data_ptr(), doubled(each.pattern)
-        pieces.holds(start, 2 * each.before, pattern)
-        pieces.holds(start + 2 * (each.words.numel() - _HALF), 2 * _HALF, pattern)
+        start = each.words.data_ptr()
+        pieces.holds(start, 2 * each.before, doubled(each.pattern))
+        pieces.holds(start + 2 * (each.words.numel() - _HALF), 2 * _HALF, doubled(each.after))
 
 
 @functools.cache

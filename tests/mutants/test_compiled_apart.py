@@ -3,33 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support import mutant_code
-from support.paths import TESTS
-
-
-def said(tmp_path: Path, *arguments: str) -> dict[str, dict[str, list[str]]]:
-    """What support/mutant_code.py says, with caches of its own."""
-    caches = {f"{name}_CACHE_DIR": str(tmp_path / name) for name in ("TRITON", "TILELANG")}
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    places = [str(TESTS), *(each for each in sys.path if each)]
-    run = subprocess.run(
-        [sys.executable, "-P", "-m", mutant_code.__name__, *arguments],
-        env={**variables, **caches, "PYTHONPATH": os.pathsep.join(places)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    content: dict[str, dict[str, list[str]]] = json.loads(run.stdout.splitlines()[-1])
-    return content
+from support.mutant_code import said
 
 
 @pytest.mark.parametrize(
@@ -40,7 +17,7 @@ def test_a_function_with_a_bug_has_a_key_of_its_own(backend: str, step: str, tmp
     pytest.importorskip("torch")
     if importlib.util.find_spec(backend) is None or importlib.util.find_spec("triton") is None:
         pytest.skip(f"{backend} is not installed")
-    of_mutants = said(tmp_path, backend, step)
+    of_mutants = said(tmp_path, "keys", backend, step)
     assert len(of_mutants) >= 8
     for id_, functions in of_mutants.items():
         differing = [bug for bug, right in functions.values() if bug != right]

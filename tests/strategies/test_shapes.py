@@ -139,6 +139,25 @@ def test_dims_that_a_kernel_takes_without_listing_them(step: int, most: int) -> 
         assert other_dims(subject, "cpu", 5, 4) == other_dims(subject, "cpu", 5, 4) != other_dims(subject, "cpu", 6, 4)
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("step", [1, 4])
+def test_one_of_the_other_dims_at_least_is_no_multiple_of_8(step: int, count: int) -> None:
+    """A run on a GPU has one variant of them: whole vectors of 16 bytes fit its rows only by chance."""
+    subject = Subject(can={"dim_multiple": step, "dim_max": 256})
+    for seed in range(20):
+        others = other_dims(subject, "cpu", seed, count)
+        assert len(others) == count
+        assert any(each.dims[0] % 8 and each.dims[1] % 8 for each in others)
+
+
+def test_a_kernel_that_refuses_uneven_dims_has_others() -> None:
+    subject = Subject(
+        can={"dim_multiple": 1, "dim_max": 256},
+        refuse=lambda problem, config: "no vectors" if problem.dim_qk % 8 or problem.dim_v % 8 else None,
+    )
+    assert len(other_dims(subject, "cpu", 0, 2)) == 2
+
+
 def test_a_declaration_may_repeat_a_value() -> None:
     subject = Subject(can={"dims": ((64, 64), (64, 64), (128, 128)), "causal": (None, None, "bottom_right")})
     variants = all_variants(subject, "cpu")

@@ -24,6 +24,7 @@ from attnfuzz.kernels.problem import Layout, Needs, Problem
 __all__ = ["Config", "Layout", "Needs", "PackedCase", "Problem", "Stored", "check", "run", "unpacked"]
 
 BAND, NAN_WORD = 1 << 15, -127  # 16-bit words before and after a tensor; the word is NaN in every dtype
+INTEGERS = (torch.int32, torch.int64)
 
 
 class Stored(NamedTuple):
@@ -71,18 +72,19 @@ class Bands:
     """Memory between bands of NaN: reading beyond a tensor's end shows in the results, writing there in the bands."""
 
     def __init__(self) -> None:
-        self.buffers: list[tuple[str, torch.Tensor, int]] = []
+        self.buffers: list[tuple[str, torch.Tensor, int, int]] = []
 
-    def between(self, count: int, device: torch.device | str, what: str) -> torch.Tensor:
-        """`count` bytes, unfilled."""
-        end = BAND + (count + 1) // 2
+    def between(self, count: int, device: torch.device | str, what: str, *, integers: bool = False) -> torch.Tensor:
+        """`count` bytes, unfilled. What follows integers is positive: a length that is read there is not that of nothing."""
+        end, after = BAND + (count + 1) // 2, NAN_WORD & 0x7FFF if integers else NAN_WORD
         words = torch.full((end + BAND,), NAN_WORD, dtype=torch.int16, device=device)
-        self.buffers.append((what, words, end))
+        words[end:] = after
+        self.buffers.append((what, words, end, after))
         return words.view(torch.uint8)[2 * BAND : 2 * BAND + count]
 
     def broken(self) -> list[str]:
         """Lines about tensors that were written to beyond their ends."""
-        broken = [what for what, x, end in self.buffers if (x[:BAND] != NAN_WORD).any() or (x[end:] != NAN_WORD).any()]
+        broken = [what for what, x, end, after in self.buffers if (x[:BAND] != NAN_WORD).any() or (x[end:] != after).any()]
         return [f"{what}: memory beyond its ends was written to" for what in broken]
 
 
@@ -100,7 +102,8 @@ class Poison(TorchDispatchMode):  # type: ignore[misc]
         if not name.startswith(("empty", "zeros", "ones", "full")) or not x.numel() or x.layout is not torch.strided or x.is_meta:
             return x
         count = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-        held = self.bands.between(count * x.element_size(), x.device, f"a tensor that the kernel made {tuple(x.shape)}")
+        what, integers = f"a tensor that the kernel made {tuple(x.shape)}", x.dtype in INTEGERS
+        held = self.bands.between(count * x.element_size(), x.device, what, integers=integers)
         held = held.view(x.dtype).as_strided(x.shape, x.stride())
         if not name.startswith("empty") or x.dtype is torch.bool or x.is_complex():
             return held.copy_(x)
@@ -112,10 +115,11 @@ def called(case: PackedCase, problem: Problem, table: dict[str, Stored], bands: 
     owners: dict[int, list[str]] = {}
     for name, stored in table.items():
         owners.setdefault(stored.allocation, []).append(name)
-    held = {
-        each: bands.between(case.memory[each].numel(), case.device, f"its input {', '.join(names)}").copy_(case.memory[each])
-        for each, names in owners.items()
-    }
+    held: dict[int, torch.Tensor] = {}
+    for each, names in owners.items():
+        what, integers = f"its input {', '.join(names)}", getattr(torch, table[names[0]].dtype) in INTEGERS
+        between = bands.between(case.memory[each].numel(), case.device, what, integers=integers)
+        held[each] = between.copy_(case.memory[each])
     tensors: dict[str, Any] = {name: stored.within(held) for name, stored in table.items()}
     captured = [name for name in table if name.startswith("captured ")]
     longest = {"max_seqlen_q": max(problem.seqlens_q), "max_seqlen_k": max(problem.seqlens_k)}

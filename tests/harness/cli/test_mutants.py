@@ -199,6 +199,31 @@ def test_what_a_gpu_cannot_show_is_left_out_there(
     assert "ID='RAC-27': Its code counts calls in Python, which Triton cannot compile.; give another" in done.output
 
 
+def test_a_kernel_that_cannot_run_on_this_gpu_is_left_out_unless_it_is_named(
+    campaigns: list[Attempt], on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = {each: mutants()[each] for each in ("MSK-05", "LSE-21-tilelang")}
+    monkeypatch.setattr("support.mutants.mutants", lambda: bank)
+    monkeypatch.setattr(type(registry.get("tilelang.varlen")), "unavailable", lambda self, device: "its assembler is old")
+    done = run("--device", "cuda", "--seeds", "1", "--json")
+    assert done.exit_code == 0
+    assert [each.mutant for each in campaigns] == ["MSK-05"]
+    assert json.loads(done.stdout)["not_here"] == {"LSE-21-tilelang": "tilelang.varlen cannot run: its assembler is old"}
+    assert campaigns[0].backends == ("triton",)
+    done = run("LSE-21-tilelang", "--device", "cuda")
+    assert done.exit_code == 2
+    assert "device='cuda': tilelang.varlen cannot run: its assembler is old; give ids of other kernels" in done.output
+
+
+def test_where_no_kernel_can_run_on_a_gpu_it_says_so_without_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = {"MSK-05": mutants()["MSK-05"]}
+    monkeypatch.setattr("support.mutants.mutants", lambda: bank)
+    monkeypatch.setattr(type(registry.get("triton.varlen")), "unavailable", lambda self, device: "there is no GPU")
+    done = run("--device", "cuda")
+    assert done.exit_code == 2
+    assert "device='cuda': triton.varlen cannot run: there is no GPU" in done.output
+
+
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(registry.get("triton.varlen")), "unavailable", lambda self, device: "there is no GPU")
     done = run("MSK-05", "--device", "cuda")

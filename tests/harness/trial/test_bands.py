@@ -55,6 +55,22 @@ def test_a_write_outside_is_found(device: str, side: str) -> None:
     assert message.startswith(f"1 2-byte words were written {side} of its input {NAMES[2]} ")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_sequence_beyond_the_cumulated_lengths_has_tokens(device: str, dtype: torch.dtype, own: bool) -> None:
+    """At either end: one of negative length would do nothing, and nobody would see that its length was read."""
+    bands, lengths = Bands(), torch.tensor([0, 5, 12], dtype=dtype, device=device)
+    held = bands.like(lengths, "its own").copy_(lengths) if own else bands.copies({"lengths": lengths}, "its input")["lengths"]
+    before, *own_ones, after = held.as_strided((5,), (1,), held.storage_offset() - 1).tolist()
+    assert own_ones == [0, 5, 12]
+    assert 0 - before > 1 << 20
+    assert after - 12 > 1 << 30
+    assert bands.broken() is None
+    held.as_strided((1,), (1,), held.storage_offset() + 3).fill_(before)
+    assert "past the end" in str(bands.broken())
+
+
 def test_tensors_have_different_bands() -> None:
     bands, _ = copied("cpu")
     first = [int(each.words[0]) for each in bands._kept]

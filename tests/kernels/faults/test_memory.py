@@ -152,6 +152,23 @@ def test_the_memory_checker_finds_it_first(mutant: Mutant, tmp_path: Path, monke
     assert next(iter(run.findings.closed)).kind == mutant.memory.checker
 
 
+@interpreted
+@pytest.mark.parametrize(("id_", "kinds"), [("DIM-04", {"guard"}), ("RAG-07", {"crash", "guard", "hang"})])
+def test_without_the_memory_checker_bands_show_it(id_: str, kinds: set[str]) -> None:
+    """As on a GPU: columns past the last row, and a sequence whose end lies behind those of the lengths."""
+    mutant = mutants()[id_]
+    environment.prepare("cpu")
+    kernel = registry.register(kernel_of(mutant))
+    executor = Isolated("cpu", backends=[kernel.backend], memory_check=False, deadline=20.0)
+    try:
+        found = executor.trial(mutant.direct_case(kernel.name)).failures
+        assert {each.kind for each in found} & kinds, found
+        assert executor.trial(mutant.direct_case(mutant.kernel)).status == "pass"
+    finally:
+        executor.close()
+        registry.unregister(kernel.name)
+
+
 def test_those_are_there() -> None:
     assert {each.id for each in FAULTS} >= OFTEN
 
