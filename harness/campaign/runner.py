@@ -59,6 +59,9 @@ class Memo(dict[Case, Verdict]):
             # Each message of a child has its own copy, which is more than a third of a Verdict.
             verdict = msgspec.structs.replace(verdict, device=like.device, versions=like.versions)
         self._like = verdict
+        if verdict.failures:
+            # It may have passed before.
+            self._passed.pop(case, None)
         super().__setitem__(case, verdict)
         if len(self) > _REMEMBERED:
             del self[next(iter(self))]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import click
 
-from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, console, echo_json, json_option, writable
+from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, console, echo_json, json_option, writable, writing
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.signals import ending
 from attnfuzz.kernels import registry
@@ -138,8 +138,8 @@ def _limits(
     Raises:
         BadArgument: a kernel of these mutants cannot run on the GPU, or a time is none.
     """
-    given = {"budget": each and _seconds(each, "each"), "deadline": deadline and _seconds(deadline, "deadline")}
-    limits: dict[str, Any] = {name: value for name, value in given.items() if value}
+    texts = {"budget": (each, "each"), "deadline": (deadline, "deadline")}
+    limits: dict[str, Any] = {name: _seconds(text, of) for name, (text, of) in texts.items() if text is not None}
     if device == "cpu":
         return limits
     kernels = dict.fromkeys(detection.mutant_of(id_).kernel for id_ in chosen)
@@ -246,11 +246,18 @@ class _Run:
         detection: tests/support/detection.py.
         tasks: campaigns.
         file: where rows are kept, and were by an earlier run; None: nowhere.
+
+    Raises:
+        BadArgument: it is a file of something else.
     """
 
     def __init__(self, detection: ModuleType, tasks: Sequence[Any], file: Path | None) -> None:
         self._attempt, self._tasks = detection.attempt, {(each.mutant, each.seed): each for each in tasks}
-        self._file = _of_checkout("detection_rows").Rows(file)
+        try:
+            self._file = _of_checkout("detection_rows").Rows(file)
+        except ValueError as error:
+            raise reject("rows", str(file), str(error), "give a file of rows, or a new one") from None
+        self._path = file
         known = self._file.known(tasks)
         self.rows: list[Any] = list(known.values())
         self._untried = [each for each in tasks if each not in known]
@@ -267,7 +274,7 @@ class _Run:
         """Run the campaigns that have no row, with a line for each as it ends; Ctrl-C and the end of the time keep the rows.
 
         Raises:
-            BadArgument: processes ended in the middle of campaigns, before any other had ended.
+            BadArgument: processes ended in the middle of campaigns, before any other had ended, or a row cannot be written.
         """
         from attnfuzz.harness.report.progress import progress_on
 
@@ -278,7 +285,7 @@ class _Run:
                 bar = progress.add_task("campaigns", total=len(self._tasks), completed=len(self.rows))
                 for each in processes.finished(self._attempt, self._untried, jobs, **limits):
                     self.rows.append(each)
-                    self._file.add(self._tasks[each.mutant, each.seed], each)
+                    self._keep(each)
                     progress.console.print(report.line(each), highlight=False, soft_wrap=True)
                     progress.update(bar, completed=len(self.rows), description=each.mutant)
                 ending()
@@ -292,6 +299,11 @@ class _Run:
                 raise reject("jobs", jobs, str(error), "give fewer") from None
             echo(f"{error}", err=True)
             self.end = "interrupted"
+
+    def _keep(self, row: Any) -> None:
+        if self._path is not None:
+            with writing(self._path, "rows"):
+                self._file.add(self._tasks[row.mutant, row.seed], row)
 
 
 def _report(

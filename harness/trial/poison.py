@@ -140,7 +140,9 @@ class Bands:
         first = next(iter(sharing.values()))
         detail = f"{tuple(first.shape)} {first.dtype}" if len(sharing) == 1 else "in one allocation"
         lead, named = begin % _ALIGNMENT, f"{what} {', '.join(sharing)} {detail}"
-        held = self._between(end - begin, lead, first, named, pieces, begin)
+        # One that shares its allocation with lengths may lie behind them; a positive band is NaN to numbers as well.
+        like = next((tensor for tensor in sharing.values() if tensor.dtype in _INTEGERS), first)
+        held = self._between(end - begin, lead, like, named, pieces, begin)
         if pieces is not None:
             pieces.copy(held.data_ptr(), first.untyped_storage().data_ptr() + begin, end - begin)
         else:

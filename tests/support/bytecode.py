@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib.util import cache_from_source
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
@@ -29,12 +30,13 @@ def make_bytecode(config: pytest.Config) -> None:
     It fails where a file cannot be collected; that is said by the collection itself, which comes next.
     """
     processes = config.getoption("numprocesses", None) or 0
-    if processes < _FEWEST or hasattr(config, "workerinput"):
+    # Where tests are only listed, no processes are started.
+    if processes < _FEWEST or hasattr(config, "workerinput") or config.getoption("collectonly"):
         return
     if sys.dont_write_bytecode and sys.pycache_prefix is None:
         os.environ.update(in_caches())
     # A few named files are collected sooner than all of them.
-    if config.getoption("file_or_dir") or _is_made():
+    if config.getoption("file_or_dir") or not _can_be_kept() or _is_made():
         return
     files = sorted(map(str, _TESTS.rglob("test_*.py")), key=os.path.getsize)
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
@@ -52,9 +54,23 @@ def make_bytecode(config: pytest.Config) -> None:
             each.kill()
 
 
-def _is_made() -> bool:
-    """Whether this version of Python and pytest has collected these tests before; asked where the children will look."""
+def _folder() -> Path:
+    """Return where the children keep the bytecode of the tests."""
     prefix = os.environ.get("PYTHONPYCACHEPREFIX")
     source = _TESTS / "test_suite.py"
-    cache = Path(prefix, *source.parts[1:-1]) if prefix else Path(cache_from_source(str(source))).parent
-    return any(cache.glob(f"test_suite.{sys.implementation.cache_tag}-pytest-{pytest.__version__}.pyc"))
+    return Path(prefix, *source.parts[1:-1]) if prefix else Path(cache_from_source(str(source))).parent
+
+
+def _can_be_kept() -> bool:
+    """Whether files can be made in that folder, or it can be made; else every run would make them in vain."""
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=_folder()):
+            return True
+    except OSError:
+        return False
+
+
+def _is_made() -> bool:
+    """Whether this version of Python and pytest has collected these tests before; asked where the children will look."""
+    return any(_folder().glob(f"test_suite.{sys.implementation.cache_tag}-pytest-{pytest.__version__}.pyc"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -16,6 +15,9 @@ from support.mutants import SUBJECTS
 from attnfuzz.kernels.faults.planted import planted_source
 
 __all__ = ["Rows"]
+
+_BEGIN = b'{"asked":'
+"""How every row begins."""
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -44,14 +46,23 @@ class Rows:
 
     Args:
         path: the file, made with its first row; None: rows are not kept.
+
+    Raises:
+        ValueError: it has a line that is neither a row nor the beginning of one; it is not to be written to.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._known: dict[tuple[str, str], Found] = {}
-        for line in path.read_bytes().splitlines() if path is not None and path.exists() else ():
-            with contextlib.suppress(msgspec.MsgspecError):  # the end of a process may have cut the last line
+        lines = path.read_bytes().split(b"\n") if path is not None and path.is_file() else []
+        for number, line in enumerate(lines, 1):
+            try:
                 each = msgspec.json.decode(line, type=_Line)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                # The end of a process may have cut a line.
+                if line[: len(_BEGIN)] != _BEGIN[: len(line)]:
+                    raise ValueError(f"line {number} is no row of a campaign") from None
+            else:
                 self._known[each.asked, each.source] = each.row
 
     def known(self, tasks: Sequence[Attempt]) -> dict[Attempt, Found]:

@@ -117,7 +117,7 @@ def called(case: PackedCase, problem: Problem, table: dict[str, Stored], bands: 
         owners.setdefault(stored.allocation, []).append(name)
     held: dict[int, torch.Tensor] = {}
     for each, names in owners.items():
-        what, integers = f"its input {', '.join(names)}", getattr(torch, table[names[0]].dtype) in INTEGERS
+        what, integers = f"its input {', '.join(names)}", any(getattr(torch, table[name].dtype) in INTEGERS for name in names)
         between = bands.between(case.memory[each].numel(), case.device, what, integers=integers)
         held[each] = between.copy_(case.memory[each])
     tensors: dict[str, Any] = {name: stored.within(held) for name, stored in table.items()}

@@ -177,6 +177,16 @@ def test_of_drawn_cases_that_pass_fewer_are_remembered() -> None:
     assert remembered == failed | {*range(995, 1500)} | {*range(2000, 2400)}
 
 
+def test_a_case_that_failed_after_it_had_passed_is_no_longer_one_that_passed() -> None:
+    memo = Memo()
+    memo.drawn(case(0), PASS)
+    memo[case(0)] = WRONG
+    for number in range(1, 600):
+        memo.drawn(case(number), PASS)
+    assert memo[case(0)] == WRONG
+    assert case(1) not in memo
+
+
 def test_remembered_verdicts_share_what_is_the_same_in_all() -> None:
     """Each message of a child has its own copy of the device and the versions, a third of the memory of a Verdict."""
     memo = Memo()

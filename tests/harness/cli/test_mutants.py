@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,7 +238,7 @@ def test_rows_of_a_file_are_not_run_again(campaigns: list[Attempt], tmp_path: Pa
     arguments = ("MSK-05", "DIM-04", "--seeds", "1", "--rows", str(file))
     run("MSK-05", "--seeds", "1", "--rows", str(file))
     with file.open("a") as cut:
-        cut.write('{"asked": "cut off by the end of a pro')
+        cut.write('{"asked":"cut off by the end of a pro')
     assert run(*arguments).exit_code == 0
     assert [each.mutant for each in campaigns] == ["MSK-05", "DIM-04"]
     done = run(*arguments)
@@ -244,6 +246,38 @@ def test_rows_of_a_file_are_not_run_again(campaigns: list[Attempt], tmp_path: Pa
     assert "2 of 2 campaigns found their bug" in done.output
     run(*arguments, "--max-examples", "7")
     assert [each.most for each in campaigns] == [500, 500, 7, 7]
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}\n', "[1, 2]", "\udcff\udcfe\n", '{"asked":"x"}\nnotes\n'])
+def test_a_file_of_something_else_gets_no_rows(content: str, campaigns: list[Attempt], tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    file.write_text(content, encoding="utf-8", errors="surrogateescape")
+    before = file.read_bytes()
+    done = run("MSK-05", "--rows", str(file))
+    assert done.exit_code == 2
+    assert "is no row of a campaign; give a file of rows, or a new one" in done.output
+    assert (file.read_bytes(), campaigns) == (before, [])
+
+
+def test_a_row_that_cannot_be_written_is_an_error_that_names_the_option(
+    campaigns: list[Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("support.detection_rows.Rows.add", full)
+    done = run("MSK-05", "--rows", str(tmp_path / "rows.jsonl"))
+    assert done.exit_code == 2
+    assert "rows.jsonl': it cannot be written (No space left on device)" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("option", ["--each", "--deadline", "--budget"])
+@pytest.mark.parametrize("text", ["", "0s", "soon"])
+def test_a_time_that_is_none_is_an_error(option: str, text: str, campaigns: list[Attempt]) -> None:
+    done = run("MSK-05", option, text)
+    assert done.exit_code == 2
+    assert f"{option[2:]}={text!r}" in done.output
+    assert not campaigns
 
 
 @pytest.mark.parametrize("changed", [{"cut": True}, {"error": "ChildError: no process"}])

@@ -71,6 +71,17 @@ def test_a_sequence_beyond_the_cumulated_lengths_has_tokens(device: str, dtype: 
     assert "past the end" in str(bands.broken())
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("last", ["numbers", "lengths"])
+def test_lengths_that_share_an_allocation_have_the_same_bands(device: str, last: str) -> None:
+    words = torch.zeros(8, dtype=torch.int32, device=device)
+    numbers, lengths = (words[:4], words[4:]) if last == "lengths" else (words[4:], words[:4])
+    held = Bands().copies({"numbers": numbers.view(torch.float32), "lengths": lengths}, "its input")[last]
+    behind = held.as_strided((1,), (1,), held.storage_offset() + 4)
+    assert behind.view(torch.int32).item() > 1 << 30
+    assert all(behind.view(each).isnan().all() for each in (torch.float32, torch.float16, torch.bfloat16))
+
+
 def test_tensors_have_different_bands() -> None:
     bands, _ = copied("cpu")
     first = [int(each.words[0]) for each in bands._kept]
