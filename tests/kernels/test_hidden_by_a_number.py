@@ -56,6 +56,6 @@ def on_gpu() -> Iterator[Any]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "dtype", "by"), on_gpu())
+@pytest.mark.parametrize(("name", "dtype", "by"), list(on_gpu()))
 def test_on_a_gpu(name: str, dtype: str, by: float) -> None:
     tried(name, "cuda", by, dtype=dtype)
