@@ -429,7 +429,7 @@ def test_a_case_that_cannot_run_is_refused_before_any_launch(known: Callable[[Su
 # --- few device operations
 
 VIEWS = {"view", "as_strided", "slice", "select", "split", "split_with_sizes", "transpose", "expand", "detach", "alias", "empty",
-         "set_", "unsqueeze", "_unsafe_view", "permute"}  # fmt: skip
+         "set_", "unsqueeze", "_unsafe_view", "permute", "lift_fresh"}  # fmt: skip
 
 
 class Operations(TorchDispatchMode):
