@@ -56,8 +56,8 @@ _ALLOCATOR, _SEGMENTS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expa
 """Variables of torch's allocator on a GPU, the second of older versions, and the setting by which it loses least memory between
 tensors of many sizes: batches of many Cases then leave room for other workers."""
 _SPARES: dict[Device, int] = {"cpu": 1, "cuda": 2}
-_LATEST, _PATIENTLY = 8, 4.0
-"""Where a Case has hung that ends in time alone: the Cases before it that run again, and how much longer it may take then."""
+_LATEST = 8
+"""Where a Case has hung that ends in time alone: the Cases before it that run again."""
 _MOST_REASONS, _REMEMBERED_PASTS = 20, 200
 _FEW = 8
 """Cases of a batch that run one by one where the harness failed for all of them together."""
@@ -158,10 +158,10 @@ class Isolated:
         if not (hung and past and not case.after and isinstance(alone, Reply)):
             return None
         assert isinstance(first, Death)
-        deadline = min(self._deadlines.full[first.stage], _PATIENTLY * first.limit)
         together = msgspec.structs.replace(case, after=past.cases[-_LATEST:])
         self.fresh()
-        outcome = self._ended(self._supervisor.begin(self._task(together, {**self._deadlines.full, first.stage: deadline})))
+        # With full deadlines: a kernel that compiles in its calls does so again here, on cores that others use.
+        outcome = self._ended(self._supervisor.begin(self._task(together, self._deadlines.full)))
         if not isinstance(outcome, Death) or (outcome.why, outcome.stage, outcome.item) != (
             "hang",
             first.stage,

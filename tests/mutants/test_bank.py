@@ -74,6 +74,27 @@ def test_its_direct_case_shows_it(mutant: Mutant) -> None:
     assert right.status == "pass", right.failures
 
 
+CHECKER = "only a memory checker sees it"
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(each, id=each.id, marks=pytest.mark.interpreted) for each in mutants().values() if CHECKER in each.not_on_gpu],
+)
+def test_a_gpu_cannot_show_what_only_the_memory_checker_sees(mutant: Mutant) -> None:
+    """There bands of NaN and positive numbers are what is read past an end, as on a GPU, and change nothing."""
+    if reason := registry.get(mutant.kernel).unavailable("cpu"):
+        pytest.skip(reason)
+    environment.prepare("cpu")
+    kernel = registry.register(kernel_of(mutant))
+    try:
+        verdict = run_sequence(mutant.direct_case(kernel.name), "cpu")
+    finally:
+        registry.unregister(kernel.name)
+    assert verdict.status == "pass", verdict.failures
+
+
 def without(case: Case, need: Need) -> list[Case]:
     """Cases that lack what a bug is said to need, and are like its direct one in all else."""
     p = case.problem
