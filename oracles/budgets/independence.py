@@ -99,7 +99,7 @@ class Independence:
         for name, product, sampled, errors in products:
             self._add_known(name, product, errors, t, placed)
             self._correlated.setdefault(name, []).append(_correlated(product, sampled, t))
-        self._shared.append(_shared_of_dk(products[-1][1], weight.mT, delta, t))
+        self._shared.append(_shared_of_dk(products[-1][1], weight.mT, delta, t, len(self._shared)))
 
     def figures(self) -> dict[OutputName, tuple[float, float]]:
         """Return (z_k, c) of each output."""
@@ -154,10 +154,11 @@ def _weights(product: _Product, t: Scores) -> torch.Tensor:
     return 1 / (product.variance @ product.values.square() + half_ulp(product.expected, t.form).square_().div_(3))
 
 
-def _shared_of_dk(product: _Product, weight: torch.Tensor, delta: Delta, t: Scores) -> torch.Tensor:
+def _shared_of_dk(product: _Product, weight: torch.Tensor, delta: Delta, t: Scores, seed: int) -> torch.Tensor:
     """Return what dK's V and W are taken from, `(2 + _SIGNS,)`: V, half of the part of W of each row alone, and the sums drawn.
 
-    `weight`: P, times the derivative of the score, (Z, keys, rows).
+    `weight`: P, times the derivative of the score, (Z, keys, rows). `seed`: of the signs, another one for each frame, since the
+    variances of frames are added, and sums drawn by the same signs vary together.
     """
     w = _weights(product, t).masked_fill_(product.expected == 0, 0.0)
     if t.sunk:
@@ -170,7 +171,7 @@ def _shared_of_dk(product: _Product, weight: torch.Tensor, delta: Delta, t: Scor
     of_t = (sigma2[..., 0] * (of_d.sum(1).square_() - of_d.square().sum(1))).nan_to_num_(nan=0.0).sum()
     alone = sigma2[..., 0] * ((w @ q.square().mT) * weight.square()).sum(1)
     # From one generator on the host, so that all devices have the same.
-    signs = torch.randint(0, 2, (_SIGNS, *sigma2.shape), generator=torch.Generator().manual_seed(0)).to(q) * 2 - 1
+    signs = torch.randint(0, 2, (_SIGNS, *sigma2.shape), generator=torch.Generator().manual_seed(seed)).to(q) * 2 - 1
     drawn = [(w * (weight @ (each * sigma2.sqrt() * q)).square_()).nan_to_num_(nan=0.0).sum() for each in signs]
     return torch.stack([of_t, alone.square_().nan_to_num_(nan=0.0).sum(), *drawn])
 

@@ -109,6 +109,21 @@ def test_errors_of_d_are_few_numbers() -> None:
     assert failures_of(replace(problem, window=(7, None), sinks=True), recipe) == []
 
 
+def test_the_variances_of_the_noise_of_frames_are_added() -> None:
+    """Signs that are the same in all frames would make the standard deviation of equal ones a sum, four times as large here."""
+    heads = 16
+    one = Problem(seqlens_q=(64,), seqlens_k=(128,), heads=1, kv_heads=1, dim_qk=16, dim_v=16, dtype="bfloat16")
+    inputs = materialise(one, Recipe(pattern="v_mean", q_scale=0.25, seed=1), "cpu")
+    repeated = {name: getattr(inputs, name).repeat(1, heads, 1) for name in ("q", "k", "v", "d_o")}
+    many = dataclasses.replace(inputs, problem=replace(one, heads=heads, kv_heads=heads), **repeated)
+    noise = []
+    for each in (inputs, many):
+        independence = budgets(each, Deviations(), "cpu", generic=False, independent=True, chunk=64 * 128).independence
+        assert independence is not None
+        noise.append(independence.shared("dk").of_noise)
+    assert 0.4 < noise[1] / (heads * noise[0]) < 2.5
+
+
 def test_rows_of_other_outputs_share_no_error() -> None:
     inputs = materialise(SMALL, Recipe(seed=1), "cpu")
     independence = budgets(inputs, Deviations(), "cpu", generic=False, independent=True).independence
