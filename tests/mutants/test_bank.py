@@ -83,7 +83,7 @@ CHECKER = "only a memory checker sees it"
     [pytest.param(each, id=each.id, marks=pytest.mark.interpreted) for each in mutants().values() if CHECKER in each.not_on_gpu],
 )
 def test_a_gpu_cannot_show_what_only_the_memory_checker_sees(mutant: Mutant) -> None:
-    """There bands of NaN and positive numbers are what is read past an end, as on a GPU, and change nothing."""
+    """What they read past an end, where bands lie as on a GPU, or store twice, changes nothing."""
     if reason := registry.get(mutant.kernel).unavailable("cpu"):
         pytest.skip(reason)
     environment.prepare("cpu")

@@ -77,6 +77,8 @@ def _from_processes(
         for future in as_completed(futures, None if end is None else max(0.0, end - time.monotonic())):
             yield futures[future], future.result()
     except TimeoutError:
+        if end is None or time.monotonic() < end:
+            raise  # a task's own
         raise TimeOver("the time was over") from None
     finally:
         for process in active_children():
