@@ -15,6 +15,7 @@ __all__ = [
     "Capabilities",
     "Deviations",
     "Device",
+    "GraphStep",
     "Shape",
     "SlackRows",
     "WindowForm",
@@ -30,6 +31,7 @@ GRID_MAX = 65535
 """Blocks along the second and third dimension of a CUDA grid."""
 SlackRows = Literal["anything", "zero", "untouched"]
 """zero: 0, or -inf in LSE, as of a row that sees no key; untouched: what the memory held before the launch."""
+GraphStep = Literal["forward", "backward"]
 WindowForm = Literal["left", "right", "both", "equal"]
 """The sides of a window that have a limit; equal: both, and the same one."""
 Shape = tuple[int, int, int, int, int]
@@ -143,6 +145,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     dlse: bool = False
     deterministic: tuple[OutputName, ...] = ()
     """Outputs that are bitwise equal from run to run."""
+    cuda_graphs: tuple[GraphStep, ...] = ()
+    """Calls that can be captured into a CUDA graph after a first one, and replayed with other values in the same tensors."""
     deviations: Deviations = Deviations()
 
     def dtypes_for(self, device: Device) -> tuple[Dtype, ...]:

@@ -20,6 +20,7 @@ __all__ = [
     "PATTERNS",
     "RELATIONS",
     "SINK_VALUES",
+    "STREAMS",
     "BadCase",
     "Case",
     "Check",
@@ -90,14 +91,17 @@ Relation = Literal[
     "split_keys",
     "huge_strides",
 ]
-Check = Literal["oracle"] | Calls | Relation | Literal["protocol"]
+Streams = Literal["other_stream", "two_streams", "graph"]
+Check = Literal["oracle"] | Calls | Relation | Literal["protocol"] | Streams
 """What a Trial compares: a call with the float64 oracle, a call with earlier ones of the same process, or two related calls.
 
-protocol: a call with the oracle, as warp roles that run under a schedule, with what orders them checked.
+protocol: a call with the oracle, as warp roles that run under a schedule, with what orders them checked. other_stream,
+two_streams, graph: a plain call with one on another CUDA stream, beside another call there, or in a CUDA graph.
 """
 CALLS: tuple[Check, ...] = get_args(Calls)
 RELATIONS: tuple[Check, ...] = get_args(Relation)
-CHECKS: tuple[Check, ...] = ("oracle", *CALLS, *RELATIONS, "protocol")
+STREAMS: tuple[Check, ...] = get_args(Streams)
+CHECKS: tuple[Check, ...] = ("oracle", *CALLS, *RELATIONS, "protocol", *STREAMS)
 _PARTS = frozenset({"problem", "recipe", "config", "check", "schedule"})
 _KEYS = _PARTS | {"format", "kernel", "after", "found"}
 """`found` holds what a case file records in addition to the Case."""

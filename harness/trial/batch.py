@@ -38,7 +38,7 @@ from attnfuzz.harness.trial.writes import Suspicion, suspicion_of
 from attnfuzz.kernels.contract import Built, Device, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
 from attnfuzz.oracles.relations.transfer import Move, moved
-from attnfuzz.strategies.case import CALLS, RELATIONS, Case, Recipe
+from attnfuzz.strategies.case import CALLS, RELATIONS, STREAMS, Case, Recipe
 from attnfuzz.strategies.earlier_calls import earlier_problems
 
 __all__ = ["run_batch"]
@@ -195,9 +195,12 @@ class _Batch:
             if case.check in RELATIONS:
                 # Its launches are compared at once.
                 bench = _PreparedBench(case, kernel, self._device, own, numbers, known=known)
-            self._runs.append(_Run(number, bench, suspicions, CHECKS[case.check](bench), met))
+            steps = CHECKS[case.check](bench)
+            self._runs.append(_Run(number, bench, suspicions, steps, met, alone=case.check in STREAMS))
         for run in self._runs:
-            self._resume(run)
+            # Calls on other streams are waited for one by one.
+            if not run.alone:
+                self._resume(run)
         self._move()
 
     def _sources(self) -> Iterator[tuple[Problem, Recipe]]:

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Config, Device, Kernel, protocol_of, why_unsupported
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.strategies.case import CALLS, RELATIONS, Case, Check
+from attnfuzz.strategies.case import CALLS, RELATIONS, STREAMS, Case, Check
 from attnfuzz.strategies.earlier_calls import earlier_problems, why_not_call
 from attnfuzz.strategies.relation_problems import related_problems, why_not_relation
+from attnfuzz.strategies.stream_checks import why_not_streams
 
 __all__ = ["compile_key_of", "problems_of", "why_not_case", "with_config"]
 
@@ -25,6 +26,7 @@ _WHY_NOT: dict[Check, Callable[[Kernel, Case, Device], str | None]] = {
     **dict.fromkeys(CALLS, why_not_call),
     **dict.fromkeys(RELATIONS, why_not_relation),
     "protocol": _why_not_protocol,
+    **dict.fromkeys(STREAMS, why_not_streams),
 }
 """For each check but the oracle, a function that returns why it does not apply to a supported Case, or None."""
 

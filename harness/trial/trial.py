@@ -14,6 +14,7 @@ from attnfuzz.harness.judge.judge import judge, truth
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong, completed
 from attnfuzz.harness.trial.checks.calls import CALL_CHECKS
+from attnfuzz.harness.trial.checks.on_streams import STREAM_CHECKS
 from attnfuzz.harness.trial.checks.protocol import by_roles
 from attnfuzz.harness.trial.checks.relations import RELATION_CHECKS
 from attnfuzz.harness.trial.checks.unwritten import name_unwritten
@@ -44,6 +45,7 @@ CHECKS: dict[Check, Callable[[Bench], Steps]] = {
     **CALL_CHECKS,
     **RELATION_CHECKS,
     "protocol": by_roles,
+    **STREAM_CHECKS,
 }
 """The function of each check; `completed` of harness/trial/bench.py runs what it returns."""
 

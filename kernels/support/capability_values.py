@@ -29,6 +29,8 @@ def impossible(capabilities: object) -> Iterator[str]:
     yield from _heads(capabilities)
     yield from _windows(capabilities)
     yield from _outputs(capabilities)
+    if "backward" in capabilities.cuda_graphs and "forward" not in capabilities.cuda_graphs:
+        yield f"cuda_graphs={capabilities.cuda_graphs}: the backward of a forward outside a graph is not tried"
 
 
 def _empty(can: Capabilities) -> Iterator[str]:

@@ -25,6 +25,8 @@ __all__ = ["Config", "Layout", "Needs", "PackedCase", "Problem", "Stored", "chec
 
 BAND, NAN_WORD = 1 << 15, -127  # 16-bit words before and after a tensor; the word is NaN in every dtype
 INTEGERS = (torch.int32, torch.int64)
+FLOATING = ("q", "k", "v", "d_o", "d_lse", "k_pages", "v_pages")
+CYCLES = 200_000_000  # of a wait on a stream: about 0.1 s
 
 
 class Stored(NamedTuple):
@@ -48,7 +50,8 @@ class PackedCase:
 
     `outputs`: float64 reference, error budget, lowest and highest right value; NaN where nothing is judged. `reorder`: the
     error of another order of additions, by which equal calls may differ. `deterministic`: outputs that the kernel declares equal
-    to the bit. `runs`: the most runs, until one fails. `memory`: all allocations.
+    to the bit. `runs`: the most runs, until one fails. `check`: where the last call is made, if that is not the default stream:
+    other_stream, two_streams (`beside`: the inputs of the call beside it) or graph. `memory`: all allocations.
     """
 
     kernel: Kernel
@@ -59,6 +62,8 @@ class PackedCase:
     reorder: dict[str, Stored]
     deterministic: tuple[str, ...]
     runs: int
+    check: str
+    beside: dict[str, Stored]
     memory: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -110,8 +115,113 @@ class Poison(TorchDispatchMode):  # type: ignore[misc]
         return held.fill_(math.nan if x.is_floating_point() else torch.iinfo(x.dtype).max)
 
 
-def called(case: PackedCase, problem: Problem, table: dict[str, Stored], bands: Bands) -> tuple[dict[str, Any], list[str]]:
-    """Call the kernel once, forward and backward: outputs by name, and lines about inputs that it changed."""
+class Elsewhere:
+    """A kernel whose calls are made as the check says: late on another stream, beside other calls, or in CUDA graphs."""
+
+    def __init__(self, case: PackedCase, problem: Problem, bands: Bands) -> None:
+        self.case, self.streams = case, (torch.cuda.Stream(), torch.cuda.Stream())
+        self.built, self.other = (case.kernel.build(problem, case.config, case.device) for _ in range(2))
+        self.others: Any = placed(case, problem, case.beside, bands)[0] if case.beside else None
+        self.second: Any = ()
+        self.graphs: list[Any] = []
+        self.early: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forward(self, inputs: Inputs) -> Any:
+        """(o, lse)."""
+        results, self.second = self.called(
+            "forward", inputs, lambda: self.built.forward(inputs), lambda: self.other.forward(self.others)
+        )
+        return results
+
+    def backward(self, inputs: Inputs, o: Any, lse: Any) -> Any:
+        """Gradients."""
+        second = lambda: self.other.backward(self.others, *self.second)  # noqa: E731
+        return self.called("backward", inputs, lambda: self.built.backward(inputs, o, lse), second)[0]
+
+    def called(self, step: Any, inputs: Inputs, call: Any, second: Any) -> tuple[Any, Any]:
+        """What `call` returns, and what `second` does, where there are two calls."""
+        values = Values(inputs)
+        torch.cuda.synchronize()
+        results, others = None, None
+        with torch.cuda.stream(self.streams[0]):
+            if self.case.check == "other_stream":
+                values.hide()
+                torch.cuda.synchronize()
+                torch.cuda._sleep(CYCLES)
+                values.show()
+                results = call()
+                self.early += [(x, x.clone()) for x in results if isinstance(x, torch.Tensor)]
+            elif self.case.check == "two_streams":
+                for stream in self.streams:
+                    with torch.cuda.stream(stream):
+                        torch.cuda._sleep(CYCLES)
+                results = call()
+                with torch.cuda.stream(self.streams[1]):
+                    others = second()
+            elif step in self.case.kernel.capabilities.cuda_graphs:
+                values.change()
+                call()
+                torch.cuda.synchronize()
+                self.graphs.append(torch.cuda.CUDAGraph())
+                self.graphs[-1].capture_begin(capture_error_mode="thread_local")
+                results = call()
+                self.graphs[-1].capture_end()
+                self.graphs[-1].replay()
+                values.show()
+                self.graphs[-1].replay()
+            else:
+                results = call()
+        torch.cuda.synchronize()
+        return results, others
+
+    def lines(self) -> list[str]:
+        """Lines about outputs that were not there yet for an operation behind the call, and about the call beside it."""
+        late = [now for now, then in self.early if not torch.equal(now.nan_to_num(), then.nan_to_num())]
+        lines = [f"an output {tuple(x.shape)} was read too early by an operation that follows on the same stream" for x in late]
+        if self.others is not None and "o" in self.case.deterministic:
+            plain, beside = self.other.forward(self.others)[0].cpu(), self.second[0].cpu()
+            # All but slack rows.
+            judged = ~self.case.outputs["o"][0].within(self.case.memory).isnan()
+            if not torch.equal(plain[judged].nan_to_num(), beside[judged].nan_to_num()):
+                lines.append("o of the call beside it, with other values, is not that of a plain call")
+        return lines
+
+
+class Values:
+    """The floating point numbers of inputs, which can be taken away and given back."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        names = [name for name in FLOATING if inputs.page_table is None or name not in ("k", "v")]
+        tensors = [*(getattr(inputs, name) for name in names), *inputs.captured]
+        self.parts: list[tuple[torch.Tensor, torch.dtype]] = []
+        for x in tensors:
+            if x is not None and x.is_floating_point() and x.numel():
+                size, count = x.element_size(), 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+                flat = torch.empty(0, dtype=torch.uint8, device=x.device)
+                flat.set_(x.untyped_storage(), x.storage_offset() * size, (count * size,), (1,))
+                self.parts.append((flat, x.dtype))
+        self.kept = [part.clone() for part, _ in self.parts]
+
+    def hide(self) -> None:
+        """Make all of them NaN."""
+        for part, _ in self.parts:
+            part.fill_(0xFF)
+
+    def change(self) -> None:
+        """Make them others."""
+        for part, dtype in self.parts:
+            part.view(dtype).mul_(-0.5)
+
+    def show(self) -> None:
+        """Give all bytes back."""
+        for (part, _), kept in zip(self.parts, self.kept, strict=True):
+            part.copy_(kept)
+
+
+def placed(
+    case: PackedCase, problem: Problem, table: dict[str, Stored], bands: Bands
+) -> tuple[Inputs, dict[int, torch.Tensor], dict[int, list[str]], list[str]]:
+    """Copy the inputs between bands: the inputs, each allocation, the names of the tensors in it, those of captured tensors."""
     owners: dict[int, list[str]] = {}
     for name, stored in table.items():
         owners.setdefault(stored.allocation, []).append(name)
@@ -124,7 +234,16 @@ def called(case: PackedCase, problem: Problem, table: dict[str, Stored], bands: 
     captured = [name for name in table if name.startswith("captured ")]
     longest = {"max_seqlen_q": max(problem.seqlens_q), "max_seqlen_k": max(problem.seqlens_k)}
     inputs = Inputs(problem=problem, captured=tuple(tensors.pop(name) for name in captured), **longest, **tensors).for_kernel()
-    built = case.kernel.build(problem, case.config, case.device)
+    return inputs, held, owners, captured
+
+
+def called(
+    case: PackedCase, problem: Problem, table: dict[str, Stored], bands: Bands, *, plain: bool = True
+) -> tuple[dict[str, Any], list[str]]:
+    """Call the kernel once, forward and backward: outputs by name, and lines about inputs that it changed."""
+    inputs, held, owners, captured = placed(case, problem, table, bands)
+    elsewhere = None if plain else Elsewhere(case, problem, bands)
+    built = elsewhere or case.kernel.build(problem, case.config, case.device)
     with torch.no_grad(), Poison(bands):
         o, lse = built.forward(inputs)
         outputs: dict[str, Any] = {"o": o, "lse": lse}
@@ -135,7 +254,8 @@ def called(case: PackedCase, problem: Problem, table: dict[str, Stored], bands: 
         if case.device == "cuda":
             torch.cuda.synchronize()
     changed = [names for each, names in owners.items() if not torch.equal(held[each].cpu(), case.memory[each])]
-    return outputs, [f"the kernel wrote to its input {', '.join(names)}" for names in changed]
+    lines = [f"the kernel wrote to its input {', '.join(names)}" for names in changed]
+    return outputs, lines + (elsewhere.lines() if elsewhere else [])
 
 
 def broken_form(case: PackedCase, name: str, got: Any) -> str | None:
@@ -214,7 +334,7 @@ def check(case: PackedCase) -> list[str]:
             if call[0] == problem and not first:
                 tensors = {name: outputs[name] for name in problem.needs.outputs}
                 first = {name: (x, x.detach().clone()) for name, x in tensors.items() if isinstance(x, torch.Tensor)}
-        outputs, lines = called(case, *case.calls[-1], bands)
+        outputs, lines = called(case, *case.calls[-1], bands, plain=not case.check)
     except KeyboardInterrupt:
         raise
     except BaseException:  # a kernel may raise anything

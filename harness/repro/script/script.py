@@ -24,6 +24,7 @@ from attnfuzz.harness.report.describe import describe_case, needs_earlier
 from attnfuzz.harness.repro.script import runtime
 from attnfuzz.harness.repro.script.lines import head
 from attnfuzz.harness.repro.script.runtime import PackedCase, Stored
+from attnfuzz.harness.trial.checks.on_streams import beside
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.poison import memory
 from attnfuzz.harness.trial.supports import with_config
@@ -34,7 +35,7 @@ from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.problem import Problem, reject
 from attnfuzz.kernels.support.file_target import file_target
 from attnfuzz.oracles.formats import Format, half_ulp, rounded
-from attnfuzz.strategies.case import CALLS, RELATIONS
+from attnfuzz.strategies.case import CALLS, RELATIONS, STREAMS
 from attnfuzz.strategies.earlier_calls import earlier_problems
 
 __all__ = ["Script", "kernel_lines", "script_of", "unshown"]
@@ -151,9 +152,11 @@ def _packed(stored: CaseFile, kernel: Kernel, device: Device) -> tuple[PackedCas
     count = {"o": rows * p.dim_v, "lse": rows, "dq": rows * p.dim_qk, "dk": keys * p.dim_qk, "dv": keys * p.dim_v}
     # A lower bound, before anything large is allocated.
     _check_size(16 * sum(count[name] for name in p.needs.outputs))
-    calls = (*(earlier_problems(kernel, case, device) if case.check in CALLS else ()), p)
+    elsewhere = case.check if case.check in STREAMS else ""
+    calls = (*(earlier_problems(kernel, case, device) if case.check in CALLS else ()), *([p] if elsewhere else []), p)
     inputs = [materialise(each, case.recipe, "cpu") for each in calls]
     tables = tuple((each.problem, pack.inputs(each)) for each in inputs)
+    others = pack.inputs(materialise(p, beside(case.recipe), "cpu")) if elsewhere == "two_streams" else {}
     truths = Truths(inputs[-1], kernel.capabilities.deviations, device)
     truths.count_ties()
     in_doubt = any(truths.budgets.doubted.values())
@@ -162,7 +165,7 @@ def _packed(stored: CaseFile, kernel: Kernel, device: Device) -> tuple[PackedCas
     reorder = {str(name): pack.reorder(name, true, p) for name, true in truths.items()} if p in calls[:-1] else {}
     _check_size(sum(len(content) for _, content in pack.allocations))
     exact = kernel.capabilities.deterministic
-    packed = PackedCase(kernel, device, case.config, tables, outputs, reorder, exact, tries(stored.rate))
+    packed = PackedCase(kernel, device, case.config, tables, outputs, reorder, exact, tries(stored.rate), elsewhere, others)
     return packed, [base64.encodebytes(zlib.compress(content, 9)).decode() for _, content in pack.allocations]
 
 

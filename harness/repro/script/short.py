@@ -30,7 +30,7 @@ from attnfuzz.kernels.contract import Device, Inputs, Kernel
 from attnfuzz.kernels.problem import BadArgument, OutputName, Problem, reject
 from attnfuzz.oracles.blockwise import is_large
 from attnfuzz.oracles.formats import Format, rounded
-from attnfuzz.strategies.case import CALLS, RELATIONS
+from attnfuzz.strategies.case import CALLS, RELATIONS, STREAMS
 
 __all__ = ["DEADLINE", "ShortScript", "short_script", "why_not_short"]
 
@@ -124,6 +124,8 @@ def why_not_short(stored: CaseFile) -> str | None:
         return f"the Case compares related calls (check {case.check}); a short script makes one"
     if case.check == "protocol":
         return "the Case runs as warp roles under a schedule; a short script makes a plain call"
+    if case.check in STREAMS:
+        return f"the call is made elsewhere than on the default stream (check {case.check}); a short script makes a plain one"
     if case.check in CALLS:
         return f"the failure needs calls before (check {case.check}); a short script makes one"
     if identity is not None and identity.kind in _WHY_NOT_KIND:

@@ -29,7 +29,7 @@ from attnfuzz.oracles.relations.transfer import Move
 from attnfuzz.strategies.case import CALLS, Check
 from attnfuzz.strategies.earlier_calls import earlier_problems
 
-__all__ = ["CALL_CHECKS"]
+__all__ = ["CALL_CHECKS", "alike", "cloned", "compared", "plain"]
 
 
 def after_other_calls(bench: Bench) -> Steps:
@@ -41,7 +41,7 @@ def after_other_calls(bench: Bench) -> Steps:
         outputs = _earlier(bench, earlier, held[-1])
         if earlier == problem and first is None:
             # A kernel may return the same memory every time, so keep a copy of the values.
-            first, kept = outputs, _cloned(outputs)
+            first, kept = outputs, cloned(outputs)
     ready, inputs = bench.ready(), bench.inputs()
     last = bench.launch(ready, inputs)
     overstepped = bench.watch(held)
@@ -50,7 +50,7 @@ def after_other_calls(bench: Bench) -> Steps:
     with bench.clock.stage("judge"):
         failures = [_overstepped(bench, message) for message in overstepped()]
     if first is not None and kept is not None:
-        failures += yield from _compared(bench, verdict, first, kept, last, judged.truths)
+        failures += yield from compared(bench, verdict, first, kept, last, judged.truths)
     verdict = name_unwritten(bench, ready, inputs, last, verdict)
     return replace(verdict, status="fail", failures=(*failures, *verdict.failures)) if failures else verdict
 
@@ -68,7 +68,7 @@ def _overstepped(bench: Bench, message: str) -> Failure:
     )
 
 
-def _compared(
+def compared(
     bench: Bench, verdict: Verdict, first: Outputs, kept: Outputs, last: Outputs, expected: dict[OutputName, Truth]
 ) -> Generator[Move, list[torch.Tensor], list[Failure]]:
     """Return the differences of two equal calls, without outputs that break the contract.
@@ -78,22 +78,22 @@ def _compared(
     refused = {each.output for each in verdict.failures if each.kind == "contract"}
     names = [name for name in bench.case.problem.needs.outputs if name not in refused]
     with bench.clock.stage("judge"):
-        alike = [name for name in names if _alike(getattr(kept, name), getattr(last, name))]
-        rows = [tuple(valid_rows(bench.case.problem, name, getattr(each, name)) for each in (kept, last)) for name in alike]
+        similar = [name for name in names if alike(getattr(kept, name), getattr(last, name))]
+        rows = [tuple(valid_rows(bench.case.problem, name, getattr(each, name)) for each in (kept, last)) for name in similar]
         flags = differing([(before, after) for before, after in rows])
     if flags is not None:
-        values = yield Move(flags, "judge", outputs=[getattr(last, name) for name in alike])
-        equal = {name for name, value in zip(alike, values, strict=True) if not int(value)}
+        values = yield Move(flags, "judge", outputs=[getattr(last, name) for name in similar])
+        equal = {name for name, value in zip(similar, values, strict=True) if not int(value)}
         names = [name for name in names if name not in equal]
     # A batch judged head by head has no whole Truth: only outputs declared deterministic are compared.
     judged = {name: expected.get(name) for name in names}
     with bench.clock.stage("judge"):
-        compared = list(_differences(bench, kept, last, judged))
-    numbers = [each.count for each in compared if isinstance(each, _Difference)]
+        differences = list(_differences(bench, kept, last, judged))
+    numbers = [each.count for each in differences if isinstance(each, _Difference)]
     counts = (yield Move(numbers, "judge")) if numbers else []
     with bench.clock.stage("judge"):
         rest = iter(counts)
-        failures = [each if isinstance(each, Failure) else each.failure(bench, int(next(rest))) for each in compared]
+        failures = [each if isinstance(each, Failure) else each.failure(bench, int(next(rest))) for each in differences]
         return [*(each for each in failures if each is not None), *_reused(bench, first, last)]
 
 
@@ -108,22 +108,23 @@ def _earlier(bench: Bench, problem: Problem, bands: Bands) -> Outputs:
         raise WentWrong(replace(error.failure, message=message)) from error
 
 
-def _cloned(outputs: Outputs) -> Outputs:
+def cloned(outputs: Outputs) -> Outputs:
+    """Return the outputs in memory of their own."""
     values = {each.name: getattr(outputs, each.name) for each in dataclasses.fields(outputs)}
-    plain = {name: value for name, value in values.items() if _plain(value)}
-    return Outputs(**values | dict(zip(plain, clones(list(plain.values())), strict=True)))
+    tensors = {name: value for name, value in values.items() if plain(value)}
+    return Outputs(**values | dict(zip(tensors, clones(list(tensors.values())), strict=True)))
 
 
-def _alike(before: object, after: object) -> bool:
+def alike(before: object, after: object) -> bool:
     """Whether both are tensors with readable elements, of one shape and dtype."""
-    if not (_plain(before) and _plain(after)):
+    if not (plain(before) and plain(after)):
         return False
     assert isinstance(before, torch.Tensor)
     assert isinstance(after, torch.Tensor)
     return bool(before.shape == after.shape and before.dtype == after.dtype)
 
 
-def _plain(value: object) -> bool:
+def plain(value: object) -> bool:
     """Whether it is a tensor with readable elements; the judge reports other values."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return False
@@ -140,7 +141,7 @@ def _differences(
     for name, true in expected.items():
         before, after = getattr(first, name), getattr(last, name)
         exact = name in bench.kernel.capabilities.deterministic
-        if not (_plain(before) and _plain(after)) or (true is None and not exact):
+        if not (plain(before) and plain(after)) or (true is None and not exact):
             continue
         if before.shape != after.shape or before.dtype != after.dtype:
             message = f"{OUTPUT_TITLES[name]}: {_form(before)} in the first of two equal calls, {_form(after)} in the last"
@@ -199,7 +200,7 @@ def _reused(bench: Bench, first: Outputs, last: Outputs) -> Iterator[Failure]:
     """Yield a Failure for outputs of the last call in the memory of the first's, which a caller may still use."""
     for name in bench.case.problem.needs.outputs:
         before, after = getattr(first, name), getattr(last, name)
-        if not (_plain(before) and _plain(after) and before.numel() and after.numel()):
+        if not (plain(before) and plain(after) and before.numel() and after.numel()):
             continue
         if before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr() and _meet(before, after):
             message = f"{OUTPUT_TITLES[name]} of the last call lies in the memory of the first call's, whose values it replaces"

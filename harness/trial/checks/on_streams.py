@@ -1,0 +1,323 @@
+"""Checks of a call elsewhere than on torch's default stream: it must be as right there as a plain call.
+
+other_stream: the call is made on another stream, whose work the host holds back. The inputs get their values there, behind that,
+and are NaN before: whatever runs on a stream that does not wait reads NaN. Its outputs are read there at once.
+two_streams: two calls with other values are held back on two streams, and let go together. What they keep between calls, such as
+a workspace, is used by both at once.
+graph: the call is captured into a CUDA graph with other values in its inputs, and replayed with the Case's.
+
+A plain call comes first, so that nothing is compiled later. It is judged by the oracle, and so is the last one where its bits
+differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from msgspec.structs import replace
+from torch.utils._python_dispatch import _disable_current_modes
+
+from attnfuzz.harness.core.text import counted
+from attnfuzz.harness.judge.batch import Launched
+from attnfuzz.harness.judge.contract import valid_rows
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
+from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
+from attnfuzz.harness.trial.checks.calls import alike, cloned, compared, plain
+from attnfuzz.harness.trial.checks.unwritten import name_unwritten
+from attnfuzz.harness.trial.launch import copied, split
+from attnfuzz.harness.trial.poison import Bands, memory
+from attnfuzz.harness.trial.side_streams import Streams, streams_of
+from attnfuzz.kernels.contract import Built, Gradients, Inputs, Outputs
+from attnfuzz.kernels.problem import OutputName
+from attnfuzz.strategies.case import Check, Recipe
+
+__all__ = ["STREAM_CHECKS", "beside"]
+
+_T = TypeVar("_T")
+_Results = TypeVar("_Results", bound=tuple[Any, ...])
+_FLOATING = ("q", "k", "v", "d_o", "d_lse", "k_pages", "v_pages")
+"""Inputs whose values change: with other lengths or pages, a kernel might never end."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NAN = 0xFF
+"""A byte that makes NaN of every floating point number."""
+_FACTOR = -0.5
+_SAYS: dict[Check, str] = {
+    "other_stream": "on another stream than torch's default one",
+    "two_streams": "at the same time as another one, on another stream",
+    "graph": "in a CUDA graph, replayed with other values",
+}
+
+
+def on_streams(bench: Bench) -> Steps:
+    """Make a plain call, then the same as the Case's check says; judge the first, and the last where it differs."""
+    case, ready, inputs = bench.case, bench.ready(), bench.inputs()
+    first = bench.launch(ready, inputs)
+    kept = cloned(first)
+    judged = yield Launched(case.kernel, inputs, first, case.config)
+    verdict = name_unwritten(bench, ready, inputs, first, judged.verdict)
+    if verdict.status == "fail":
+        return verdict
+    try:
+        elsewhere = _LAUNCHES[case.check](bench, inputs)
+    except WentWrong as error:
+        raise WentWrong(_said(bench, error.failure)) from error
+    failures = list(elsewhere.failures)
+    if not _equal(bench, kept, elsewhere.outputs):
+        judged = yield Launched(case.kernel, inputs, elsewhere.outputs, case.config)
+        failures += yield from compared(bench, judged.verdict, first, kept, elsewhere.outputs, judged.truths)
+        failures += judged.verdict.failures
+    if elsewhere.beside is not None:
+        judged = yield elsewhere.beside
+        failures += judged.verdict.failures
+    return replace(verdict, status="fail", failures=tuple(_said(bench, each) for each in failures)) if failures else verdict
+
+
+STREAM_CHECKS: dict[Check, Callable[[Bench], Steps]] = dict.fromkeys(_SAYS, on_streams)
+
+
+def beside(recipe: Recipe) -> Recipe:
+    """Return that of the other of two calls at once."""
+    return replace(recipe, seed=recipe.seed - 1 if recipe.seed else 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Elsewhere:
+    """The call that is not a plain one, and another one beside it, to be judged as well."""
+
+    outputs: Outputs
+    failures: Sequence[Failure] = ()
+    beside: Launched | None = None
+
+
+def _said(bench: Bench, failure: Failure) -> Failure:
+    """Return a Failure of a call whose plain form is right."""
+    return replace(failure, message=f"{failure.message} (the call was made {_SAYS[bench.case.check]}; a plain call is right)")
+
+
+def _on_another(bench: Bench, inputs: Inputs) -> _Elsewhere:
+    streams = streams_of(bench.device)
+    late = _Late(bench.ready(), streams)
+    outputs = _launched(bench, streams, late, inputs)
+    return _Elsewhere(outputs, list(late.incomplete(bench)))
+
+
+def _beside_another(bench: Bench, inputs: Inputs) -> _Elsewhere:
+    streams, bands = streams_of(bench.device), Bands()
+    others = bench.inputs(recipe=beside(bench.case.recipe))
+    pair = _Pair(bench.ready(), bench.ready(), copied(others, bands), streams)
+    outputs = _launched(bench, streams, pair, inputs, bands)
+    return _Elsewhere(outputs, beside=Launched(bench.case.kernel, others, pair.outputs(), bench.case.config))
+
+
+def _in_graph(bench: Bench, inputs: Inputs) -> _Elsewhere:
+    streams = streams_of(bench.device)
+    steps = bench.kernel.capabilities.cuda_graphs
+    return _Elsewhere(_launched(bench, streams, _Replayed(bench.ready(), streams, backward="backward" in steps), inputs))
+
+
+_LAUNCHES: dict[Check, Callable[[Bench, Inputs], _Elsewhere]] = {
+    "other_stream": _on_another,
+    "two_streams": _beside_another,
+    "graph": _in_graph,
+}
+
+
+def _launched(bench: Bench, streams: Streams, ready: Built, inputs: Inputs, bands: Bands | None = None) -> Outputs:
+    """Launch on a stream of our own. Memory of one stream is used on another only after all work on the first has ended."""
+    streams.synchronise()
+    with streams.on(0):
+        outputs = bench.launch(ready, inputs, bands=bands)
+    streams.synchronise()
+    return outputs
+
+
+class _Values:
+    """The floating point numbers of a kernel's inputs, which can be taken away and given back."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        names = [name for name in _FLOATING if inputs.page_table is None or name not in ("k", "v")]
+        tensors = [*(getattr(inputs, name) for name in names), *inputs.captured]
+        floating = [x for x in tensors if x is not None and x.is_floating_point() and x.numel()]
+        with _disable_current_modes():
+            self._parts = [(memory(x), x.dtype) for x in floating]
+            self._kept = [part.clone() for part, _ in self._parts]
+
+    def hide(self) -> None:
+        """Make all of them NaN."""
+        with _disable_current_modes():
+            for part, _ in self._parts:
+                part.fill_(_NAN)
+
+    def change(self) -> None:
+        """Make them others, which are finite where they are."""
+        with _disable_current_modes():
+            for part, dtype in self._parts:
+                part.view(dtype).mul_(_FACTOR)
+
+    def show(self) -> None:
+        """Give all bytes back."""
+        with _disable_current_modes():
+            for (part, _), kept in zip(self._parts, self._kept, strict=True):
+                part.copy_(kept)
+
+
+@dataclass(slots=True)
+class _Late:
+    """A kernel whose stream is held back, and whose inputs have their values only behind that."""
+
+    ready: Built
+    streams: Streams
+    read: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Outputs, and what work behind the call read in them."""
+
+    def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(o, lse)."""
+        return self._held_back(inputs, lambda: self.ready.forward(inputs), ("o", "lse"))
+
+    def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Gradients:
+        """Gradients."""
+        return self._held_back(inputs, lambda: self.ready.backward(inputs, o, lse), ("dq", "dk", "dv"))
+
+    def _held_back(self, inputs: Inputs, call: Callable[[], _Results], names: Sequence[str]) -> _Results:
+        values = _Values(inputs)
+        values.hide()
+        self.streams.synchronise()
+        self.streams.hold()
+        try:
+            self.streams.request(values.show)
+            results = call()
+            self._read_later(results, names)
+        finally:
+            self.streams.let_go()
+        return results
+
+    def _read_later(self, results: Sequence[object], names: Sequence[str]) -> None:
+        """Request a copy of results, as a caller's next operation would read them."""
+        for name, result in zip(names, results, strict=False):
+            if not plain(result):
+                continue
+            assert isinstance(result, torch.Tensor)
+            with _disable_current_modes():
+                copy = torch.empty_like(result)
+            self.read[name] = result, copy
+            self.streams.request(functools.partial(_copy, copy, result))
+
+    def incomplete(self, bench: Bench) -> Iterator[Failure]:
+        """Yield a Failure for each output that was not yet as it is now."""
+        for name in bench.case.problem.needs.outputs:
+            if name not in self.read:
+                continue
+            now, then = (_words(x) for x in self.read[name])
+            if count := int((now != then).sum()):
+                early = "read too early, by an operation that follows on the same stream"
+                message = f"{OUTPUT_TITLES[name]}: {counted(count, 'element')} {'was' if count == 1 else 'were'} {early}"
+                yield Failure(
+                    kernel=bench.case.kernel, kind="nondeterministic", check=bench.case.check, output=name, message=message
+                )
+
+
+def _copy(copy: torch.Tensor, result: torch.Tensor) -> None:
+    with _disable_current_modes():
+        copy.copy_(result)
+
+
+class _Pair:
+    """Two kernels, on the current stream and on one beside it, which are held back and let go together."""
+
+    def __init__(self, ready: Built, other: Built, others: Inputs, streams: Streams) -> None:
+        self._ready, self._other, self._others, self._streams = ready, other, others, streams
+        self._second: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._gradients: Gradients | None = None
+
+    def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(o, lse) of the first."""
+        result, self._second = self._both(lambda: self._ready.forward(inputs), lambda: self._other.forward(self._others))
+        return result
+
+    def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Gradients:
+        """Gradients of the first."""
+        assert self._second is not None
+        second = self._second
+        result, self._gradients = self._both(
+            lambda: self._ready.backward(inputs, o, lse), lambda: self._other.backward(self._others, *second)
+        )
+        return result
+
+    def _both(self, call: Callable[[], _T], other: Callable[[], _T]) -> tuple[_T, _T]:
+        self._streams.synchronise()
+        try:
+            self._streams.hold()
+            with self._streams.on(1):
+                self._streams.hold()
+            result = call()
+            with self._streams.on(1):
+                return result, other()
+        finally:
+            self._streams.let_go()
+            self._streams.synchronise()
+
+    def outputs(self) -> Outputs:
+        """Return those of the second."""
+        assert self._second is not None
+        o, lse = self._second
+        if self._gradients is None:
+            return Outputs(o=o, lse=lse)
+        (d_q, d_k, d_v), d_captured = split(self._gradients)
+        return Outputs(o=o, lse=lse, dq=d_q, dk=d_k, dv=d_v, d_captured=d_captured)
+
+
+class _Replayed:
+    """A kernel whose calls are captured into CUDA graphs while other values are in its inputs, and replayed."""
+
+    def __init__(self, ready: Built, streams: Streams, *, backward: bool) -> None:
+        self._ready, self._streams, self._backward = ready, streams, backward
+        self._graphs: list[Callable[[], None]] = []
+        """Keep the outputs' memory."""
+
+    def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(o, lse)."""
+        return self._replayed(inputs, lambda: self._ready.forward(inputs))
+
+    def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Gradients:
+        """Gradients."""
+        call: Callable[[], Gradients] = lambda: self._ready.backward(inputs, o, lse)  # noqa: E731
+        return self._replayed(inputs, call) if self._backward else call()
+
+    def _replayed(self, inputs: Inputs, call: Callable[[], _T]) -> _T:
+        values = _Values(inputs)
+        values.change()
+        call()
+        self._streams.synchronise()
+        results, replay = self._streams.captured(call)
+        self._graphs.append(replay)
+        replay()
+        self._streams.request(values.show)
+        replay()
+        return results
+
+
+def _equal(bench: Bench, kept: Outputs, last: Outputs) -> bool:
+    """Whether all outputs have the same bits, but for slack rows."""
+    problem = bench.case.problem
+    pairs = list(zip(kept.d_captured, last.d_captured, strict=False))
+    if len(kept.d_captured) != len(last.d_captured) or not all(_same(*pair) for pair in pairs if pair != (None, None)):
+        return False
+    names: list[OutputName] = list(problem.needs.outputs)
+    if not all(alike(getattr(kept, name), getattr(last, name)) for name in names):
+        return False
+    return all(_same(*(valid_rows(problem, name, getattr(each, name)) for each in (kept, last))) for name in names)
+
+
+def _same(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
+    if before is None or after is None or not alike(before, after):
+        return False
+    return bool(torch.equal(_words(before), _words(after)))
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits of each element."""
+    return x.detach().contiguous().view(_INTEGERS[x.element_size()])
