@@ -18,6 +18,7 @@ from attnfuzz.strategies.case import Case, Check
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.earlier_calls import other_problems
 from attnfuzz.strategies.shapes import Variant
+from attnfuzz.strategies.stream_checks import stream_checks
 
 __all__ = ["call_machine"]
 
@@ -41,7 +42,8 @@ def call_machine(
         limits: on the size of each call.
         variants: of the calls: dtypes, dims, masks and Configs.
         begin: called before the first call of each sequence: it must run in a process that has run nothing.
-        call: runs a Case, whose check is "oracle", in the same process as those before it; raises to end the sequence.
+        call: runs a Case in the same process as those before it; raises to end the sequence. Its check is "oracle", or one of
+            STREAMS where such apply.
 
     Raises:
         BadArgument: the kernel declares nothing that can be drawn.
@@ -128,7 +130,18 @@ def call_machine(
             self.calls.append(case)
             call(case)
 
-    return Calls
+    if not (checks := stream_checks(kernel, device)):
+        return Calls
+
+    class CallsElsewhere(Calls):
+        """The same, and calls on other streams or in CUDA graphs."""
+
+        @rule(check=st.sampled_from(checks))
+        def elsewhere(self, check: Check) -> None:
+            """Make the same call once more, on another stream, beside another one or in a CUDA graph."""
+            call(replace(self.calls[-1], check=check))
+
+    return CallsElsewhere
 
 
 def _is_laid_out(case: Case) -> bool:

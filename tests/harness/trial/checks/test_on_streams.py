@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
 from msgspec.structs import replace
 from support.calls import PROBLEM, WIDE, Subject
 from support.fake_streams import FakeStreams
@@ -31,7 +32,10 @@ from attnfuzz.kernels.contract import Config, Device, Inputs, Kernel
 from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
 from attnfuzz.kernels.support.capability_values import impossible
 from attnfuzz.kernels.torch.reference_cpu import KERNEL as CORRECT
+from attnfuzz.strategies.call_sequences import call_machine
 from attnfuzz.strategies.case import STREAMS, Case, Check, Recipe
+from attnfuzz.strategies.cases import Limits
+from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.stream_checks import stream_checks
 from attnfuzz.strategies.trials import trial_cases
 
@@ -244,6 +248,30 @@ def test_they_are_drawn_rarely_and_on_cuda_alone(device: Device) -> None:
     else:
         assert all(shares.values())
         assert 1 / 100 < sum(shares.values()) < 1 / 20
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sequences_of_calls_have_them_too(device: Device) -> None:
+    subject, checks, problems = Subject(capabilities=DEVICE_SIDE), set[str](), list[Problem]()
+
+    def call(case: Case) -> None:
+        if case.check != "oracle":
+            assert case.problem == problems[-1]
+        checks.add(case.check)
+        problems.append(case.problem)
+
+    limits = Limits(batch=2, heads=2, length=8)
+    machine = call_machine(
+        subject, device=device, limits=limits, variants=all_variants(subject, device), begin=problems.clear, call=call
+    )
+    run_state_machine_as_test(
+        seed(2)(machine),
+        settings=settings(
+            max_examples=30, stateful_step_count=12, phases=(Phase.generate,), database=None, deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip
+    assert checks == ({"oracle"} if device == "cpu" else {"oracle", *STREAMS})
 
 
 def test_in_a_batch_they_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
