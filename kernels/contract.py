@@ -206,7 +206,11 @@ Gradients: TypeAlias = (
 
 
 class Built(Protocol):
-    """A kernel compiled for one Problem's compile key, ready to run that Problem."""
+    """A kernel compiled for one Problem's compile key, ready to run that Problem.
+
+    It may keep something from forward to the backward that follows, if `build` returns a new one each time: other calls may come
+    between the two.
+    """
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(o, lse)."""

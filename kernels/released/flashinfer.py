@@ -25,9 +25,15 @@ _WORKSPACE: Final = 128 << 20
 """Bytes of the workspace that the package recommends."""
 
 
-@functools.cache
 def _workspace(device: Any) -> torch.Tensor:
-    """Return the one workspace of this process, 0 at first, as the package asks."""
+    """Return the workspace of the current stream, 0 at first, as the package asks; calls at once must not share one."""
+    import torch
+
+    return _workspace_of(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+
+@functools.cache
+def _workspace_of(device: Any, stream: int) -> torch.Tensor:  # noqa: ARG001 - one for each
     import torch
 
     return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)

@@ -6,6 +6,7 @@ On the CPU a device's streams are simulated; the tests marked gpu plant the same
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -302,6 +303,90 @@ def test_a_stream_is_held_back_until_the_number_is_there(tmp_path: Any) -> None:
         side_streams._KERNEL(side_streams.hold_arguments(flag.data_ptr(), 3, most=2**32 - 1), 1, device)
         # Not there yet: it gives up after so many looks.
         side_streams._KERNEL(side_streams.hold_arguments(flag.data_ptr(), 4, most=1000), 1, device)
+
+
+class Graph:
+    """torch.cuda.CUDAGraph of a capture that ends as `refusal` says."""
+
+    refusal: Exception | None = None
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def capture_begin(self, **how: Any) -> None:
+        assert how == {"pool": (0, 7), "capture_error_mode": "thread_local"}
+        self.log.append("begin")
+
+    def capture_end(self) -> None:
+        self.log.append("end")
+        if self.refusal is not None:
+            raise self.refusal
+
+    def replay(self) -> None:
+        self.log.append("replay")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> side_streams.CudaStreams:
+    """The streams of a GPU that is not there."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **more: zeros(*size, **more))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    return side_streams.CudaStreams()
+
+
+def test_all_streams_are_let_go_by_one_number(cuda: side_streams.CudaStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[bytes] = []
+    monkeypatch.setattr(side_streams._KERNEL, "takes", lambda device: True, raising=False)
+    monkeypatch.setattr(side_streams.Handwritten, "__call__", lambda kernel, argument, *_: waiting.append(argument))
+    for number in (1, 2):
+        cuda.hold()
+        cuda.hold()
+        expected = side_streams.hold_arguments(cuda._flag.data_ptr(), number)
+        assert waiting[-2:] == [expected, expected]
+        assert cuda._flag.item() == number - 1
+        cuda.let_go()
+        assert cuda._flag.item() == number
+
+
+def test_without_a_kernel_of_our_own_a_stream_waits_some_time(
+    cuda: side_streams.CudaStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(side_streams._KERNEL, "takes", lambda device: False, raising=False)
+    monkeypatch.setattr(torch.cuda, "_sleep", waits.append, raising=False)
+    cuda.hold()
+    assert waits == [side_streams._CYCLES]
+
+
+@pytest.mark.parametrize("refusal", [None, RuntimeError("the capture has failed")])
+@pytest.mark.parametrize("raised", [None, ValueError("by the kernel")])
+def test_a_capture_is_ended_whatever_the_kernel_raises(
+    raised: Exception | None, refusal: Exception | None, cuda: side_streams.CudaStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(Graph, "refusal", refusal)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *of: ended.append(of), raising=False)
+
+    def call() -> str:
+        assert not gc.isenabled()
+        if raised is not None:
+            raise raised
+        return "result"
+
+    if (error := raised or refusal) is None:
+        result, replay = cuda.captured(call)
+        replay()
+        assert (result, ended) == ("result", [])
+    else:
+        with pytest.raises(type(error), match=str(error)):
+            cuda.captured(call)
+        # Torch's allocator may ask the graph later.
+        (graph,) = cuda._failed
+        assert (graph.log, ended) == (["begin", "end"], [(0, (0, 7))])
+    assert gc.isenabled()
 
 
 # --- on a GPU
