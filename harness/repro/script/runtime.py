@@ -164,8 +164,10 @@ class Elsewhere:
                 torch.cuda.synchronize()
                 self.graphs.append(torch.cuda.CUDAGraph())
                 self.graphs[-1].capture_begin(capture_error_mode="thread_local")
-                results = call()
-                self.graphs[-1].capture_end()
+                try:
+                    results = call()
+                finally:
+                    self.graphs[-1].capture_end()
                 self.graphs[-1].replay()
                 values.show()
                 self.graphs[-1].replay()

@@ -35,15 +35,16 @@ def packed(kernel: Any, problem: Problem, check: Check, device: Device) -> runti
 
 
 class Graph:
-    """One that replays what a test gives it."""
+    """One that replays what a test gives it. `captures`: captures that have begun and not ended."""
 
     replays: Any = staticmethod(lambda: None)
+    captures = 0
 
     def capture_begin(self, **_: Any) -> None:
-        """Begin nothing."""
+        Graph.captures += 1
 
     def capture_end(self) -> None:
-        """End nothing."""
+        Graph.captures -= 1
 
     def replay(self) -> None:
         self.replays()
@@ -110,6 +111,17 @@ def test_a_script_compares_what_a_graph_replays(streams: list[str], monkeypatch:
     assert runtime.check(case) == []
 
 
+@pytest.mark.usefixtures("streams")
+def test_a_script_ends_a_capture_in_which_the_kernel_raises() -> None:
+    def refuse(subject: Subject, problem: Problem, out: dict[str, torch.Tensor]) -> None:
+        if Graph.captures:
+            raise ValueError("not in a graph")
+
+    subject = Subject(refuse, capabilities=replace(WIDE, cuda_graphs=("forward", "backward")))
+    assert runtime.check(packed(subject, PROBLEM, "graph", "cpu")) == ["the kernel raised; its traceback is above"]
+    assert Graph.captures == 0
+
+
 def test_other_calls_are_plain_and_a_short_script_says_why_not() -> None:
     subject = Subject()
     assert packed(subject, PROBLEM, "twice", "cpu").check == ""
@@ -122,7 +134,12 @@ def test_other_calls_are_plain_and_a_short_script_says_why_not() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("check", "fault"),
-    [*((check, "") for check in STREAMS), ("other_stream", "default stream"), ("two_streams", "workspace"), ("graph", "waits")],
+    [
+        *((check, "") for check in STREAMS),
+        ("other_stream", "default stream"),
+        ("two_streams", "workspace"),
+        ("graph", "kept value"),
+    ],
 )
 def test_a_script_shows_what_the_check_shows_on_the_gpu(check: Check, fault: str) -> None:
     if reason := registry.get("triton.varlen").unavailable("cuda"):
