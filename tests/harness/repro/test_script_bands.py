@@ -48,7 +48,7 @@ def test_lengths_that_share_an_allocation_have_positive_bands(shared: bool) -> N
     # 16 bytes of numbers are four of the lengths' elements.
     lengths = {f"cu_seqlens_{side}": Stored(int(not shared), "int32", (2,), (1,), 4) for side in "qk"}
     memory = [torch.zeros(24, dtype=torch.uint8) for _ in range(2)]
-    case = PackedCase(NoKernel(), "cpu", Config(), (), {}, {}, (), 1, memory)  # type: ignore[arg-type]
+    case = PackedCase(NoKernel(), "cpu", Config(), (), {}, {}, (), 1, "", {}, memory)  # type: ignore[arg-type]
     bands = Bands()
     with pytest.raises(Built):
         called(case, problem, numbers | lengths, bands)

@@ -451,6 +451,7 @@ def test_kernels_are_right_on_other_streams(name: str) -> None:
 def test_a_stream_is_held_back_on_the_gpu() -> None:
     streams = side_streams.CudaStreams()
     source, target = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
+    streams.synchronise()
     with streams.on(0):
         source.fill_(1.0)
         target.fill_(0.0)
