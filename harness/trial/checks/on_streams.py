@@ -12,8 +12,9 @@ differ.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from msgspec.structs import replace
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attnfuzz.harness.core.text import counted
-from attnfuzz.harness.judge.batch import Launched
+from attnfuzz.harness.judge.batch import Judged, Launched
 from attnfuzz.harness.judge.contract import valid_rows
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
@@ -65,15 +66,17 @@ def on_streams(bench: Bench) -> Steps:
         elsewhere = _LAUNCHES[case.check](bench, inputs)
     except WentWrong as error:
         raise WentWrong(_said(bench, error.failure)) from error
-    failures = list(elsewhere.failures)
+    failures = [_said(bench, each) for each in elsewhere.failures]
     if not _equal(bench, kept, elsewhere.outputs):
         judged = yield Launched(case.kernel, inputs, elsewhere.outputs, case.config)
-        failures += yield from compared(bench, judged.verdict, first, kept, elsewhere.outputs, judged.truths)
-        failures += judged.verdict.failures
+        differing = yield from compared(bench, judged.verdict, first, kept, elsewhere.outputs, judged.truths)
+        # An output that differs from that of a right call is one failure, and no numeric one.
+        named = {each.output for each in differing} - {None}
+        rest = [each for each in judged.verdict.failures if each.output not in named]
+        failures += [_said(bench, each) for each in (*differing, *rest)]
     if elsewhere.beside is not None:
-        judged = yield elsewhere.beside
-        failures += judged.verdict.failures
-    return replace(verdict, status="fail", failures=tuple(_said(bench, each) for each in failures)) if failures else verdict
+        failures += yield from _of_other(bench, elsewhere.beside)
+    return replace(verdict, status="fail", failures=tuple(failures)) if failures else verdict
 
 
 STREAM_CHECKS: dict[Check, Callable[[Bench], Steps]] = dict.fromkeys(_SAYS, on_streams)
@@ -96,6 +99,15 @@ class _Elsewhere:
 def _said(bench: Bench, failure: Failure) -> Failure:
     """Return a Failure of a call whose plain form is right."""
     return replace(failure, message=f"{failure.message} (the call was made {_SAYS[bench.case.check]}; a plain call is right)")
+
+
+def _of_other(bench: Bench, launched: Launched) -> Generator[Launched, Judged, list[Failure]]:
+    """Judge the call beside the Case's own; where it is wrong as a plain call as well, return the failures of that."""
+    judged = yield launched
+    if not judged.verdict.failures:
+        return []
+    alone = yield dataclasses.replace(launched, outputs=bench.launch(bench.ready(), launched.inputs))
+    return list(alone.verdict.failures) or [_said(bench, each) for each in judged.verdict.failures]
 
 
 def _on_another(bench: Bench, inputs: Inputs) -> _Elsewhere:
