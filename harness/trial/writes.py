@@ -12,8 +12,8 @@ import torch
 
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.trial import guard_kernel
+from attnfuzz.harness.trial.bands import Bands, memory, reach
 from attnfuzz.harness.trial.guard_kernel import Pieces
-from attnfuzz.harness.trial.poison import Bands, memory, reach
 from attnfuzz.harness.trial.reading import Reading
 from attnfuzz.harness.trial.slack import Slack
 

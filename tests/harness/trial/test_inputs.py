@@ -6,10 +6,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from attnfuzz.harness.trial.bands import Bands, memory
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import copied
 from attnfuzz.harness.trial.noise import few_hashed, hashed
-from attnfuzz.harness.trial.poison import Bands, PoisonEmpty, memory
+from attnfuzz.harness.trial.poison import PoisonEmpty
 from attnfuzz.kernels.problem import Layout, Needs, Problem
 from attnfuzz.strategies.case import Recipe, SinkValues
 
