@@ -143,9 +143,10 @@ def _rounds(requests: Iterable[Request], at_once: int) -> Iterator[list[Request]
     words = total = 0
     for each in longest.values():
         own = each.count * (2 if each.kind == "noise" else 1)
+        if total + each.count > _MOST:
+            # Only these are computed when they are asked for.
+            continue
         total += each.count
-        if total > _MOST:
-            break
         if together and words + own > at_once:
             yield together
             together, words = [], 0

@@ -100,7 +100,7 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         if traits.plain:
             return func(*args, **kwargs)
         if makes and (form := _form_by_kernel(func, traits, args, kwargs)) is not None:
-            return self._made(form, traits)
+            return self._between_bands(form, traits)
         if traits.unfilled is not None and _strided(args, kwargs):
             unfilled = traits.unfilled(*args, **kwargs)
             if not _bandable(unfilled):
@@ -117,11 +117,11 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         if traits.copies and not self._takes_copy(result):
             return result
         if traits.empty:
-            return self._made(form_of(result), traits, own_storage=func is NEW_EMPTY_STRIDED)
+            return self._between_bands(form_of(result), traits, own_storage=func is NEW_EMPTY_STRIDED)
         between = self._bands.like(form_of(result), _OWN, own_storage=traits.copies, later=self._later())
         return between.copy_(result)
 
-    def _made(self, form: Form, traits: Traits, *, own_storage: bool = False) -> torch.Tensor:
+    def _between_bands(self, form: Form, traits: Traits, *, own_storage: bool = False) -> torch.Tensor:
         """Return a new tensor between bands: zeros, or filled with the value of memory that nothing has written."""
         pattern = self._pattern(form.dtype) if traits.empty else 0
         between = self._bands.like(form, _OWN, pattern, own_storage=own_storage, later=self._later())
