@@ -11,7 +11,7 @@ import torch
 
 from attnfuzz.harness.trial.bands import Form
 
-__all__ = ["AS_STRIDED", "COPIES", "NEW_EMPTY_STRIDED", "OFFSET", "Traits", "form_of_new", "traits_of", "written"]
+__all__ = ["AS_STRIDED", "COPIES", "NEW_EMPTY_STRIDED", "OFFSET", "Traits", "contiguous", "form_of_new", "traits_of", "written"]
 
 _aten = torch.ops.aten
 _HOST = torch.device("cpu")
@@ -116,11 +116,16 @@ def form_of_new(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         return None
     if memory_format not in (None, torch.contiguous_format):
         return None
-    return _contiguous(shape, strides, dtype, device)
+    return contiguous(shape, dtype, device, strides)
 
 
-def _contiguous(shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device) -> Form | None:
-    """Return the form of a tensor without gaps; None for one without elements, and for one that torch may refuse."""
+def contiguous(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Sequence[int] | None = None
+) -> Form | None:
+    """Return the form of a tensor without gaps; None for one without elements, and for one that torch may refuse.
+
+    `strides`: its own, which may differ in dimensions of one element.
+    """
     count, steps = 1, []
     for size in reversed(shape):
         steps.append(count)

@@ -7,10 +7,11 @@ its inputs, lies between guard bands (bands.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnfuzz.harness.trial import guard_kernel
@@ -21,6 +22,7 @@ from attnfuzz.harness.trial.memory_ops import (
     NEW_EMPTY_STRIDED,
     OFFSET,
     Traits,
+    contiguous,
     form_of_new,
     traits_of,
     written,
@@ -58,13 +60,13 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
 
     def __enter__(self) -> PoisonEmpty:
         """Begin; what the kernel has promised of new tensors is known by `watch`."""
-        self._watch.filled = self._fill_now
+        self._watch.filled, self._watch.empty = self._fill_now, self._empty
         super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         """End. The watch outlives the launch, whose memory it must not keep."""
-        self._watch.filled = _nothing
+        self._watch.filled, self._watch.empty = _nothing, None
         super().__exit__(*error)
 
     def _fill_now(self) -> None:
@@ -100,7 +102,7 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         if traits.plain:
             return func(*args, **kwargs)
         if makes and (form := _form_by_kernel(func, traits, args, kwargs)) is not None:
-            return self._between_bands(form, traits)
+            return self._between_bands(form, zeros=traits.unfilled is not None)
         if traits.unfilled is not None and _strided(args, kwargs):
             unfilled = traits.unfilled(*args, **kwargs)
             if not _bandable(unfilled):
@@ -117,16 +119,24 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         if traits.copies and not self._takes_copy(result):
             return result
         if traits.empty:
-            return self._between_bands(form_of(result), traits, own_storage=func is NEW_EMPTY_STRIDED)
+            return self._between_bands(form_of(result), own_storage=func is NEW_EMPTY_STRIDED)
         between = self._bands.like(form_of(result), _OWN, own_storage=traits.copies, later=self._later())
         return between.copy_(result)
 
-    def _between_bands(self, form: Form, traits: Traits, *, own_storage: bool = False) -> torch.Tensor:
+    def _empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return what torch.empty returns in this mode; on a GPU without the way through torch's dispatcher, the longest part."""
+        form = contiguous(size, dtype, device) if guard_kernel.takes(device) else None
+        if form is None:
+            return torch.empty(size, dtype=dtype, device=device)
+        with no_dispatch():
+            return self._between_bands(form)
+
+    def _between_bands(self, form: Form, *, zeros: bool = False, own_storage: bool = False) -> torch.Tensor:
         """Return a new tensor between bands: zeros, or filled with the value of memory that nothing has written."""
-        pattern = self._pattern(form.dtype) if traits.empty else 0
+        pattern = 0 if zeros else self._pattern(form.dtype)
         between = self._bands.like(form, _OWN, pattern, own_storage=own_storage, later=self._later())
         filled = pattern is not None or _fill(between, self._value)
-        if traits.empty and filled and form.device.type == "cpu":
+        if not zeros and filled and form.device.type == "cpu":
             self._watch.allocated(between)
         return between
 

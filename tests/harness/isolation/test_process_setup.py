@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path

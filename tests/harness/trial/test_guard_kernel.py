@@ -364,3 +364,30 @@ def test_a_new_tensor_is_allocated_once(compiled: Compiled) -> None:
             torch.ops.aten.empty.memory_format,
             torch.ops.aten.view.dtype,
         }
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32])
+@pytest.mark.parametrize("fill", [math.nan, 3.0])
+def test_a_kernel_is_offered_what_makes_the_same_tensors(compiled: Compiled, dtype: torch.dtype, fill: float) -> None:
+    sizes = [(3, 5), torch.Size([7]), (), (2, 0)]
+    watch, bands, plain = Watch(), Bands(), Bands()
+    with PoisonEmpty(plain, fill=fill):
+        theirs = [torch.empty(size, dtype=dtype, device=CPU) for size in sizes]
+    with generated(compiled), watching(watch), PoisonEmpty(bands, fill=fill, watch=watch), allocating() as empty:
+        ours = [empty(size, dtype=dtype, device=CPU) for size in sizes]
+    assert [(x.shape, x.stride(), x.dtype) for x in ours] == [(x.shape, x.stride(), x.dtype) for x in theirs]
+    assert contents(bands) == contents(plain)
+    assert [each.name for each in bands._kept] == [each.name for each in plain._kept]
+
+
+def test_what_a_kernel_is_offered_is_torchs_own_elsewhere(compiled: Compiled) -> None:
+    with allocating() as empty:
+        assert empty is torch.empty
+    watch, bands = Watch(), Bands()
+    with watching(watch), PoisonEmpty(bands, watch=watch), allocating() as empty:
+        assert empty((3,), dtype=torch.float32, device=CPU).isnan().all(), "on a device without the kernel too"
+        with allocating() as inner:
+            assert inner is torch.empty
+    assert len(bands._kept) == 1
+    with watching(watch), allocating() as empty:
+        assert empty is torch.empty

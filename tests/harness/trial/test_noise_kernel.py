@@ -81,7 +81,12 @@ def test_beside_one_that_is_too_large_the_others_are_computed_ahead(monkeypatch:
     monkeypatch.setattr(noise, "_MOST", 2000)
     computed: list[str] = []
     plain = noise._computed
-    monkeypatch.setattr(noise, "_computed", lambda some, device: (computed.extend(x.name for x in some), plain(some, device))[1])
+
+    def noted(some: list[Request], device: str) -> Any:
+        computed.extend(each.name for each in some)
+        return plain(some, device)
+
+    monkeypatch.setattr(noise, "_computed", noted)
     requests = [Request("noise", 1, name, count) for name, count in (("a", 500), ("large", 1600), ("b", 1400), ("c", 200))]
     numbers = Numbers("cpu", requests)
     assert computed == ["a", "b"], "and not the last, for which there is no room"
