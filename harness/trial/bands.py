@@ -135,9 +135,9 @@ class Bands:
                 groups.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), {})[name] = tensor
             else:
                 copies[name] = tensor.clone()
-        pieces: dict[torch.device, Pieces] = {}
+        pieces = {device: Pieces(device) for device in {device for device, _ in groups} if guard_kernel.takes(device)}
         for (device, address), sharing in groups.items():
-            copies |= self._copied(sharing, address, what, _of(pieces, device) if guard_kernel.takes(device) else None)
+            copies |= self._copied(sharing, address, what, pieces.get(device))
         for each in pieces.values():
             each.launch()
         return {name: copies[name] for name in tensors}

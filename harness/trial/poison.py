@@ -14,7 +14,6 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnfuzz.harness.trial import guard_kernel
 from attnfuzz.harness.trial.bands import AROUND, Bands, Form, form_of, reach
 from attnfuzz.harness.trial.guard_kernel import Pieces, doubled
 from attnfuzz.harness.trial.memory_ops import (
@@ -32,6 +31,7 @@ from attnfuzz.kernels.support.memory import Watch
 __all__ = ["POISON", "PoisonEmpty"]
 
 _OWN = "a tensor of the kernel's own,"
+_DEVICES = ("cpu", "cuda")
 _COPIES_KEPT = 1 << 28
 """Bytes of what COPIES make that is moved between bands in one launch: it is kept until the launch has ended."""
 
@@ -101,7 +101,7 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
             self._fill_now()
         if traits.plain:
             return func(*args, **kwargs)
-        if makes and (form := _form_by_kernel(func, traits, args, kwargs)) is not None:
+        if makes and (form := _form(func, traits, args, kwargs)) is not None:
             return self._between_bands(form, zeros=traits.unfilled is not None)
         if traits.unfilled is not None and _strided(args, kwargs):
             unfilled = traits.unfilled(*args, **kwargs)
@@ -124,9 +124,9 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         return between.copy_(result)
 
     def _empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return what torch.empty returns in this mode; on a GPU without the way through torch's dispatcher, the longest part."""
-        form = contiguous(size, dtype, device) if guard_kernel.takes(device) else None
-        if form is None:
+        """Return what torch.empty returns in this mode, without the way through torch's dispatcher, the longest part."""
+        form = contiguous(size, dtype, device)
+        if form is None or device.type not in _DEVICES:
             return torch.empty(size, dtype=dtype, device=device)
         with no_dispatch():
             return self._between_bands(form)
@@ -157,12 +157,12 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _form_by_kernel(func: Any, traits: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form | None:
-    """Return the form of a new tensor whose bands and filling the kernel for a GPU writes, where the op need not be run."""
+def _form(func: Any, traits: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form | None:
+    """Return the form of a new tensor that lies between bands, where its op need not be run."""
     if traits.unfilled is not None and _in_backward():
         return None
     form = form_of_new(traits.unfilled or func, args, kwargs)
-    return form if form is not None and guard_kernel.takes(form.device) else None
+    return form if form is not None and form.device.type in _DEVICES else None
 
 
 def _held(tensor: Any) -> int:
@@ -178,7 +178,7 @@ def _strided(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 def _bandable(tensor: Any) -> bool:
     strided = tensor.layout is torch.strided and not tensor.is_nested
-    plain = strided and tensor.device.type in ("cpu", "cuda") and not tensor.is_quantized
+    plain = strided and tensor.device.type in _DEVICES and not tensor.is_quantized
     return bool(plain and tensor.numel() and all(stride >= 0 for stride in tensor.stride()))
 
 
