@@ -95,9 +95,9 @@ class Numbers:
 
     def _of(self, kind: _Kind, seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         count, ready = math.prod(shape), self._ready.get((kind, seed, name))
-        if ready is None or len(ready) < count:
+        if ready is None or ready.shape[0] < count:
             ready = _computed([Request(kind, seed, name, count)], self.device)[kind, seed, name]
-        return ready[:count].view(shape)
+        return (ready if ready.shape[0] == count else ready[:count]).view(shape)
 
 
 def noise(seed: int, name: str, shape: tuple[int, ...], device: str) -> torch.Tensor:
