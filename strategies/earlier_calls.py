@@ -30,9 +30,9 @@ def earlier_problems(kernel: Kernel, case: Case, device: Device) -> tuple[Proble
     problem = case.problem
     if case.check == "twice":
         return (problem,)
-    if reason := why_not_call(kernel, case, device):
-        raise BadArgument(f"case: {reason}")
     others = other_problems(kernel, case.check, problem, case.config, device)
+    if not others:
+        raise BadArgument(f"case: {why_not_call(kernel, case, device)}")
     other = others[_hashed(case) % len(others)]
     # Other lengths also come first: in the order A, B, A a workspace kept from the first call would fit the Case's own.
     return (other, problem, other) if case.check == "other_shape" else (other,)

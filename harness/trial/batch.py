@@ -23,6 +23,7 @@ from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.batch import Judged, Launched, judge_batch
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.defaults import of_torch
 from attnfuzz.harness.trial.errors import BatchLost, DeviceLost, describe_exception
@@ -30,7 +31,6 @@ from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, when_free
 from attnfuzz.harness.trial.inputs import materialise, numbers_of
 from attnfuzz.harness.trial.launch import start
 from attnfuzz.harness.trial.noise import Numbers
-from attnfuzz.harness.trial.poison import Bands
 from attnfuzz.harness.trial.reading import read_together
 from attnfuzz.harness.trial.supports import with_config
 from attnfuzz.harness.trial.trial import CHECKS, check_runnable, run_trial, signed

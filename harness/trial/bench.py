@@ -19,10 +19,10 @@ from attnfuzz.harness.judge.batch import Judged, Launched
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.judge import HeadTruths, Truth, Truths, judge, judge_by_oracle, truth
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.build import build_by_roles, build_kernel
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import launch
-from attnfuzz.harness.trial.poison import Bands
 from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.relations.transfer import Move, moved

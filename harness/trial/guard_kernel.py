@@ -11,9 +11,10 @@ import torch
 
 from attnfuzz.oracles.fused import Handwritten
 
-__all__ = ["Pieces", "checked", "doubled", "takes"]
+__all__ = ["Part", "Pieces", "doubled", "takes"]
 
-_PIECE = struct.Struct("=QQQQII")
+_PIECE, _BOTH = struct.Struct("=QQQQII"), struct.Struct("=QQQQIIQQQQII")
+"""A piece, and two."""
 _REST = struct.Struct("=I4x")
 _PIECES = 64
 """Pieces of one launch: the driver takes arguments of 4 KiB."""
@@ -24,6 +25,7 @@ _EACH, _BLOCK = 4, 256
 _FLAGS = 256
 """Flags that are made at once. They lie between no bands: what a kernel writes there makes few checks doubtful."""
 _FILL, _COPY, _HOLDS, _EQUAL = range(4)
+_WORD = 0xFFFFFFFF
 _TEXT = """
 typedef unsigned long long address;
 struct piece { address at, other, bytes, flag; unsigned kind, pattern; };
@@ -73,15 +75,19 @@ def doubled(word: int) -> int:
     return (word & 0xFFFF) * 0x10001
 
 
+Part = tuple[int, int, int]
+"""Address, bytes, and a pattern of 32 bits, which is repeated from every multiple of 4 bytes."""
+
+
 class Pieces:
     """Parts of the memory of one device, and what is to be done with each; addresses and sizes in bytes.
 
-    A pattern of 32 bits is repeated from every multiple of 4 bytes. The memory must live until the launch has been requested.
+    The memory must live until the launch has been requested.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pieces: list[tuple[int, int, int, int, int, int]] = []
+        self._packed = bytearray()
         self._bytes = 0
         self._flag = 0
 
@@ -89,12 +95,16 @@ class Pieces:
         """Write a pattern."""
         self._add(at, 0, size, _FILL, pattern)
 
+    def fill_both(self, first: Part, last: Part) -> None:
+        """Write the patterns of two parts, which are not empty."""
+        self._add_both(_FILL, first, last)
+
     def copy(self, at: int, source: int, size: int) -> None:
         """Write a copy of what lies at `source`."""
         self._add(at, source, size, _COPY)
 
     def check(self) -> torch.Tensor:
-        """Return one int64 that the launch leaves 0 if all that `holds` and `equal` check from now on is so, else makes 1."""
+        """Return one int64 that the launch leaves 0 if all that is checked from now on is so, else makes 1."""
         flag = _UNUSED.one(self.device)
         self._flag = flag.data_ptr()
         return flag
@@ -103,24 +113,34 @@ class Pieces:
         """Check that a pattern lies there."""
         self._add(at, 0, size, _HOLDS, pattern)
 
+    def both_hold(self, first: Part, last: Part) -> None:
+        """Check the patterns of two parts, which are not empty."""
+        self._add_both(_HOLDS, first, last)
+
     def equal(self, at: int, other: int, size: int) -> None:
         """Check that two parts are equal."""
         self._add(at, other, size, _EQUAL)
 
-    def launch(self, flag: torch.Tensor | None = None) -> None:
-        """Begin with all of them, on the current stream; `flag`: that of checks without one of their own."""
-        address = 0 if flag is None else flag.data_ptr()
-        for start in range(0, len(self._pieces), _PIECES):
-            some = self._pieces[start : start + _PIECES]
+    def launch(self) -> None:
+        """Begin with all of them, on the current stream."""
+        most = _PIECES * _PIECE.size
+        for start in range(0, len(self._packed), most):
+            some = bytes(self._packed[start : start + most])
+            number = len(some) // _PIECE.size
             # Pieces are handled side by side, each by as many blocks.
-            threads = len(some) * -(-self._bytes // (_CHUNK * _EACH * _BLOCK)) * _BLOCK
-            packed = b"".join([_PIECE.pack(*where, own or address, kind, pattern) for *where, own, kind, pattern in some])
-            _KERNEL(packed + bytes(_PIECE.size * (_PIECES - len(some))) + _REST.pack(len(some)), threads, self.device)
+            threads = number * -(-self._bytes // (_CHUNK * _EACH * _BLOCK)) * _BLOCK
+            _KERNEL(some.ljust(most, b"\0") + _REST.pack(number), threads, self.device)
 
     def _add(self, at: int, other: int, size: int, kind: int, pattern: int = 0) -> None:
         if size:
-            self._pieces.append((at, other, size, self._flag, kind, pattern & 0xFFFFFFFF))
+            self._packed += _PIECE.pack(at, other, size, self._flag, kind, pattern & _WORD)
             self._bytes = max(self._bytes, size)
+
+    def _add_both(self, kind: int, first: Part, last: Part) -> None:
+        (at, size, pattern), (other_at, other_size, other_pattern) = first, last
+        flag = self._flag
+        self._packed += _BOTH.pack(at, 0, size, flag, kind, pattern, other_at, 0, other_size, flag, kind, other_pattern)
+        self._bytes = max(self._bytes, size, other_size)
 
 
 class _Flags:
@@ -137,10 +157,3 @@ class _Flags:
 
 
 _UNUSED = _Flags()
-
-
-def checked(pieces: Pieces, device: torch.device) -> torch.Tensor:
-    """Begin with the checks of `pieces`; return one int64, which is 0 if all hold."""
-    flag = _UNUSED.one(device)
-    pieces.launch(flag)
-    return flag

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import torch
 
-from attnfuzz.harness.trial.noise import Numbers, Request, hashed
+from attnfuzz.harness.trial.noise import Numbers, Request, few_hashed
 from attnfuzz.harness.trial.pages import with_pages
 from attnfuzz.harness.trial.placement import GAP, Placement
 from attnfuzz.harness.trial.places import cumulated, lists_of
@@ -183,13 +184,12 @@ def _sinks(heads: int, recipe: Recipe) -> tuple[int, ...]:
 
     They are multiples of a 64th of their range: seven bits, exact in float16 and bfloat16.
     """
-    numbers = hashed(recipe.seed, SINKS, (heads,), "cpu")
-    kinds = list(_SINK_SIZES)
-    steps, others = numbers % (_SINK_STEPS + 1), numbers // 1024 % len(kinds)
-    if recipe.sinks != "mixed":
-        others = torch.full_like(others, kinds.index(recipe.sinks))
-    low, high = torch.tensor([_SINK_SIZES[each] for each in kinds], dtype=torch.float32)[others].unbind(-1)
-    return tuple((low + (high - low) / _SINK_STEPS * steps).to(torch.float32).view(torch.int32).tolist())
+    kinds = list(_SINK_SIZES.values())
+    sinks = []
+    for number in few_hashed(recipe.seed, SINKS, heads):
+        low, high = kinds[number // 1024 % len(kinds)] if recipe.sinks == "mixed" else _SINK_SIZES[recipe.sinks]
+        sinks.append(low + (high - low) / _SINK_STEPS * (number % (_SINK_STEPS + 1)))
+    return struct.unpack(f"{heads}i", struct.pack(f"{heads}f", *sinks))
 
 
 def _captured(problem: Problem, tensor: Captured, seed: int, numbers: Numbers) -> torch.Tensor:

@@ -13,11 +13,12 @@ from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.judge.failure import Failure, Kind
 from attnfuzz.harness.trial import gpu_memory, guard_kernel
+from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.defaults import of_kernel
 from attnfuzz.harness.trial.errors import MEMORY_TAKEN, DeviceLost, describe_exception, format_traceback, may_catch
 from attnfuzz.harness.trial.gpu_memory import is_out_of_memory
 from attnfuzz.harness.trial.guard_kernel import Pieces
-from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
+from attnfuzz.harness.trial.poison import PoisonEmpty
 from attnfuzz.harness.trial.slack import Slack
 from attnfuzz.harness.trial.writes import Writes
 from attnfuzz.kernels.contract import Built, CapturedGradients, Device, Gradients, Inputs, Outputs, SlackRows

@@ -17,11 +17,11 @@ import torch
 
 from attnfuzz.harness.trial.noise_kernel import KINDS, Segment, numbers_by_kernel, takes
 
-__all__ = ["Numbers", "Request", "chosen", "hashed", "noise", "uniform"]
+__all__ = ["Numbers", "Request", "chosen", "few_hashed", "hashed", "noise", "uniform"]
 
 _T = TypeVar("_T")
 _Kind = Literal["noise", "hashed", "heavy"]
-_MASK_32 = (1 << 32) - 1
+_MASK_32, _MASK_64 = (1 << 32) - 1, (1 << 64) - 1
 _NOISE_BITS = 11
 _PARTS = 4
 _SIGMA = math.sqrt(2 * _PARTS * ((1 << _NOISE_BITS) ** 2 - 1) / 12)
@@ -34,6 +34,9 @@ _EVEN = (1 << _NOISE_BITS) - 1 | ((1 << _NOISE_BITS) - 1) << 2 * _NOISE_BITS
 _LOW = (1 << 2 * _NOISE_BITS) - 1
 _AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 22}
 """Words computed together. On a CPU they stay in its cache; on a GPU the temporaries take 100 MiB."""
+_HASHED_BITS = 48
+_ROUNDS = ((32, 0x9E3779B97F4A7C15), (29, 0xD6E8FEB86659FD93), (32, 0xD6E8FEB86659FD93))
+"""Shifts and factors of the finaliser."""
 _FEW = 2
 """Segments whose bases are added one by one, without waiting for a copy to the device."""
 _BY_KERNEL = 1 << 25
@@ -92,9 +95,9 @@ class Numbers:
 
     def _of(self, kind: _Kind, seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         count, ready = math.prod(shape), self._ready.get((kind, seed, name))
-        if ready is None or len(ready) < count:
+        if ready is None or ready.shape[0] < count:
             ready = _computed([Request(kind, seed, name, count)], self.device)[kind, seed, name]
-        return ready[:count].view(shape)
+        return (ready if ready.shape[0] == count else ready[:count]).view(shape)
 
 
 def noise(seed: int, name: str, shape: tuple[int, ...], device: str) -> torch.Tensor:
@@ -105,6 +108,17 @@ def noise(seed: int, name: str, shape: tuple[int, ...], device: str) -> torch.Te
 def hashed(seed: int, name: str, shape: tuple[int, ...], device: str) -> torch.Tensor:
     """Return hashed integers as `Numbers.hashed` does."""
     return Numbers(device).hashed(seed, name, shape)
+
+
+def few_hashed(seed: int, name: str, count: int) -> list[int]:
+    """Return hashed integers as `Numbers.hashed` does, by Python's own arithmetic: of few, torch's operations take longer."""
+    first = _key(Request("hashed", seed, name, count), 0)
+    numbers = []
+    for x in range(first, first + 2 * count, 2):
+        for shift, factor in _ROUNDS:
+            x = (x ^ x >> shift) * factor & _MASK_64
+        numbers.append((x ^ x >> 32) & (1 << _HASHED_BITS) - 1)
+    return numbers
 
 
 def uniform(seed: int, name: str, shape: tuple[int, ...], device: str) -> torch.Tensor:
@@ -129,9 +143,10 @@ def _rounds(requests: Iterable[Request], at_once: int) -> Iterator[list[Request]
     words = total = 0
     for each in longest.values():
         own = each.count * (2 if each.kind == "noise" else 1)
+        if total + each.count > _MOST:
+            # Only these are computed when they are asked for.
+            continue
         total += each.count
-        if total > _MOST:
-            break
         if together and words + own > at_once:
             yield together
             together, words = [], 0
@@ -183,7 +198,7 @@ def _summed(words: torch.Tensor) -> torch.Tensor:
 
 def _low_bits(words: torch.Tensor) -> torch.Tensor:
     """Return the low 48 bits of each word of (1, n)."""
-    return words[0] & ((1 << 48) - 1)
+    return words[0] & ((1 << _HASHED_BITS) - 1)
 
 
 def _heavy_tailed(words: torch.Tensor) -> torch.Tensor:
@@ -227,7 +242,7 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
     int64 wraps alike on every device, and shifts are made logical.
     """
-    for shift, factor in ((32, 0x9E3779B97F4A7C15), (29, 0xD6E8FEB86659FD93), (32, 0xD6E8FEB86659FD93)):
+    for shift, factor in _ROUNDS:
         x ^= (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)
         x *= factor - (1 << 64)
     x ^= (x >> 32).bitwise_and_(_MASK_32)

@@ -115,7 +115,7 @@ class Placement:
         batch, rows, heads, dim = view.shape
         tokens, largest = source.shape[0] // batch, torch.finfo(to.dtype).max
         if self._gaps is not None and to.numel() < _MOST:
-            self._add(view, source, (tokens, rows, heads, dim, batch), view.stride(), (scale, largest))
+            self._add(view, source, source.stride(), (tokens, rows, heads, dim, batch), view.stride(), (scale, largest))
             return to
         scaled = source if scale == 1 else source * scale
         view[:, :tokens].copy_(scaled.clamp(-largest, largest).unflatten(0, (batch, tokens)))
@@ -129,7 +129,7 @@ class Placement:
             return source.to(torch.int32)
         to = torch.empty(source.shape, dtype=torch.int32, device=self._device)
         count = source.shape[0]
-        self._add(to, source[:, None, None], (count, count, 1, 1, 1), (0, 1, 0, 0), (1.0, 0.0))
+        self._add(to, source, (*source.stride(), 0, 0), (count, count, 1, 1, 1), (0, 1, 0, 0), (1.0, 0.0))
         return to
 
     def finish(self) -> None:
@@ -148,6 +148,7 @@ class Placement:
         self,
         to: torch.Tensor,
         source: torch.Tensor,
+        from_steps: tuple[int, ...],
         sizes: tuple[int, int, int, int, int],
         steps: tuple[int, ...],
         factors: tuple[float, float],
@@ -155,6 +156,6 @@ class Placement:
         count = math.prod(sizes[1:])
         if count:
             shape = (*sizes[:4], _KINDS[to.dtype] | sizes[4] << 2)
-            self._packed.append(_PART.pack(source.data_ptr(), to.data_ptr(), *source.stride(), *steps, *shape, *factors))
+            self._packed.append(_PART.pack(source.data_ptr(), to.data_ptr(), *from_steps, *steps, *shape, *factors))
             self._sources.append(source)
             self._longest = max(self._longest, count)

@@ -41,7 +41,7 @@ def read_together(readings: Sequence[Reading]) -> None:
     parts = [part for each in waiting for part in each.numbers]
     flat = iter(value for part in _read(parts) for value in part)
     for each in waiting:
-        each.take(list(itertools.islice(flat, sum(len(part) for part in each.numbers))))
+        each.take(list(itertools.islice(flat, sum(part.shape[0] for part in each.numbers))))
 
 
 def _read(parts: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -50,5 +50,5 @@ def _read(parts: Sequence[torch.Tensor]) -> list[list[int]]:
     for device in {part.device for part in parts}:
         here = [number for number, part in enumerate(parts) if part.device == device]
         flat = iter(torch.cat([parts[number] for number in here]).tolist())
-        values |= {number: list(itertools.islice(flat, len(parts[number]))) for number in here}
+        values |= {number: list(itertools.islice(flat, parts[number].shape[0])) for number in here}
     return [values[number] for number in range(len(parts))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -21,15 +22,21 @@ def runs(x: torch.Tensor, inner: int | None = None) -> Iterator[tuple[int, int]]
 
     `inner`: of the last so many dimensions, at most those that lie together (`together`).
     """
-    inner = together(x) if inner is None else inner
-    outer = list(zip(x.shape, x.stride(), strict=True))[: x.ndim - inner]
-    steps = itertools.product(*([at * stride for at in range(size)] for size, stride in outer))
-    size = x[(0,) * (x.ndim - inner)].numel() * x.element_size()
-    yield from ((x.data_ptr() + x.element_size() * sum(each), size) for each in steps)
+    count = x.ndim - (together(x) if inner is None else inner)
+    size, start = x.element_size(), x.data_ptr()
+    if count <= 0:
+        yield start, x.numel() * size
+        return
+    outer = zip(x.shape[:count], x.stride()[:count], strict=True)
+    steps = itertools.product(*([at * stride * size for at in range(length)] for length, stride in outer))
+    together_bytes = math.prod(x.shape[count:]) * size
+    yield from ((start + sum(each), together_bytes) for each in steps)
 
 
 def together(x: torch.Tensor) -> int:
     """Return how many of the last dimensions lie together."""
+    if x.is_contiguous():
+        return int(x.ndim)
     count, size = 0, 1
     for length, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if length > 1 and stride != size:

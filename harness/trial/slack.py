@@ -9,7 +9,7 @@ import torch
 
 from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.contract import broken_contract, slack_rows
-from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
+from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure
 from attnfuzz.harness.trial import guard_kernel
 from attnfuzz.harness.trial.guard_kernel import Pieces, doubled
 from attnfuzz.harness.trial.poison import POISON
@@ -51,8 +51,9 @@ class Slack:
         self._rows = [
             (name, rows)
             for name in problem.needs.outputs
+            if (problem.slack_q if name in BY_QUERY else problem.slack_k)
             # One that breaks the contract is judged by that.
-            if broken_contract(kernel, problem, name, output := getattr(outputs, name), device) is None
+            and broken_contract(kernel, problem, name, output := getattr(outputs, name), device) is None
             and (rows := slack_rows(problem, name, output.detach())).numel()
         ]
         if declared == "untouched" and guard_kernel.takes(device):

@@ -12,6 +12,7 @@ from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.judge.batch import Launched
 from attnfuzz.harness.judge.judge import judge, truth
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong, completed
 from attnfuzz.harness.trial.checks.calls import CALL_CHECKS
 from attnfuzz.harness.trial.checks.on_streams import STREAM_CHECKS
@@ -21,7 +22,7 @@ from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.defaults import of_torch
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import copied
-from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
+from attnfuzz.harness.trial.poison import PoisonEmpty
 from attnfuzz.harness.trial.supports import why_not_case, with_config
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Deviations, Device, Kernel, Outputs

@@ -12,8 +12,8 @@ import torch
 
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.trial import guard_kernel
+from attnfuzz.harness.trial.bands import Bands, memory, reach
 from attnfuzz.harness.trial.guard_kernel import Pieces
-from attnfuzz.harness.trial.poison import Bands, memory, reach
 from attnfuzz.harness.trial.reading import Reading
 from attnfuzz.harness.trial.slack import Slack
 
@@ -115,14 +115,14 @@ def _same(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor],
 
     `checks`: gets them if they are on its device.
     """
+    flag = checks.check() if checks is not None and _device_of(before) == checks.device else None
     for name, tensor in before.items():
-        if _form(tensor) != _form(after[name]) or _taken(tensor, after[name]):
+        copy, size = after[name], _bytes(tensor)
+        if not _alike(tensor, copy) or _lacks(copy, size):
             return None
-    if checks is not None and _device_of(before) == checks.device:
-        flag = checks.check()
-        for name, tensor in before.items():
-            if tensor.numel():
-                checks.equal(after[name].data_ptr(), tensor.data_ptr(), reach(tensor) * tensor.element_size())
+        if flag is not None and checks is not None:
+            checks.equal(copy.data_ptr(), tensor.data_ptr(), size)
+    if flag is not None:
         return Reading([flag], [0])
     pairs = [(_words(tensor), _words(after[name])) for name, tensor in before.items() if tensor.numel()]
     # Large tensors are not copied once more to be compared together.
@@ -136,8 +136,21 @@ def _gathered(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
-def _form(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride() if tensor.numel() else (), tensor.device
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape or one.device != other.device:
+        return False
+    return not one.numel() or one.stride() == other.stride()
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element to the last."""
+    return reach(tensor) * tensor.element_size() if tensor.numel() else 0
+
+
+def _lacks(tensor: torch.Tensor, size: int) -> bool:
+    """Whether the allocation ends before so many bytes from the first element on; of an empty tensor nothing is needed."""
+    begin = tensor.storage_offset() * tensor.element_size() if size else 0
+    return bool(tensor.untyped_storage().nbytes() < begin + size)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,8 +169,7 @@ def _changed_input(kernel: str, before: Mapping[str, torch.Tensor], after: Mappi
 
 
 def _taken(before: torch.Tensor, after: torch.Tensor) -> str | None:
-    needed = after.storage_offset() * after.element_size() + reach(before) * before.element_size() if before.numel() else 0
-    return "took away the memory of" if after.untyped_storage().nbytes() < needed else None
+    return "took away the memory of" if _lacks(after, _bytes(before)) else None
 
 
 def _written(before: torch.Tensor, after: torch.Tensor) -> str | None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "Empty",
     "Fresh",
     "Masked",
     "MemoryFault",
@@ -37,6 +38,8 @@ __all__ = [
 
 MemoryKind = Literal["out-of-bounds", "outside-view", "duplicate-store", "race", "uninitialised", "masked-load"]
 Operation = Literal["load", "store", "atomic"]
+Empty = Callable[..., "torch.Tensor"]
+"""torch.empty of a size, with dtype and device as keywords."""
 Masked = Literal["refused", "anything", "zero"]
 """Masked elements of a load without `other`, which Triton leaves undefined. refused: the load is a fault; anything: NaN or the
 largest integer; zero: 0, as what Triton compiles for NVIDIA's GPUs leaves there."""
@@ -109,6 +112,8 @@ class Watch:
         """Whether nothing uses new tensors until `filled` is called."""
         self.filled: Callable[[], None] = lambda: None
         """Fills the new tensors that are not filled yet."""
+        self.empty: Empty | None = None
+        """Makes new tensors as torch.empty does, in less time."""
 
     def allocated(self, tensor: torch.Tensor) -> None:
         """Note that `tensor` is new and filled with one value, which shows where nothing is written."""
@@ -186,18 +191,21 @@ def watching(watch: Watch) -> Iterator[None]:
 
 
 @contextmanager
-def allocating() -> Iterator[None]:
+def allocating() -> Iterator[Empty]:
     """Promise that nothing reads or writes the tensors that are made in the context before it ends.
 
-    A caller that fills new memory, to see what a kernel leaves unwritten, then fills all of it by one launch.
+    A caller that fills new memory, to see what a kernel leaves unwritten, then fills all of it by one launch. The context yields
+    torch.empty, or what such a caller has in its place: it need not be used.
     """
+    import torch
+
     watch = _watch
     if watch is None or watch.allocating:
-        yield
+        yield torch.empty
         return
     watch.allocating = True
     try:
-        yield
+        yield watch.empty or torch.empty
     finally:
         watch.allocating = False
         watch.filled()

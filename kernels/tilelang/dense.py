@@ -95,9 +95,9 @@ class DenseBuilt:
         import torch
 
         p, q = inputs.problem, inputs.q
-        with allocating():
-            o = torch.empty((*q.shape[:3], p.dim_v), dtype=q.dtype, device=q.device)
-            lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+        with allocating() as empty:
+            o = empty((*q.shape[:3], p.dim_v), dtype=q.dtype, device=q.device)
+            lse = empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
         if not p.seqlens_q[0]:
             return o, lse
         if not p.seqlens_k[0]:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs
 from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.kernels.support.memory import allocating
+from attnfuzz.kernels.support.memory import Empty, allocating
 from attnfuzz.kernels.tilelang.build import Launch
 from attnfuzz.kernels.tilelang.subject import DeviceCode, Function, TileLangKernel, not_empty
 from attnfuzz.kernels.tilelang.tiles import HOPPER, PAD, exponent_of, fitting, not_hopper, options_of, signed, unfit
@@ -95,10 +95,10 @@ class _Built:
         import torch
 
         p, q = inputs.problem, inputs.q
-        with allocating():
-            o = torch.empty((q.shape[0], p.heads, p.dim_v), dtype=q.dtype, device=q.device)
-            lse = torch.empty((p.heads, q.shape[0]), dtype=torch.float32, device=q.device)
-            rooms = [_room(x, inputs.cu_seqlens_k) for x in (inputs.k, inputs.v)]
+        with allocating() as empty:
+            o = empty((q.shape[0], p.heads, p.dim_v), dtype=q.dtype, device=q.device)
+            lse = empty((p.heads, q.shape[0]), dtype=torch.float32, device=q.device)
+            rooms = [_room(empty, x, inputs.cu_seqlens_k) for x in (inputs.k, inputs.v)]
         if inputs.max_seqlen_q > 0:
             starts = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
             of_k = (inputs.cu_seqlens_k, inputs.max_seqlen_k)
@@ -120,14 +120,14 @@ class _Built:
         if not inputs.max_seqlen_q or not inputs.max_seqlen_k:
             return torch.zeros_like(inputs.q), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
         atomic = self.reduction == "atomic"
-        heads, allocate = (p.kv_heads, torch.zeros) if atomic else (p.heads, torch.empty)
-        with allocating():
-            q, d_o = (_room(x, inputs.cu_seqlens_q) for x in (inputs.q, inputs.d_o))
-            k, v = (_room(x, inputs.cu_seqlens_k) for x in (inputs.k, inputs.v))
-            delta, lse2 = (lse.new_empty((p.heads, q.shape[0])) for _ in range(2))
+        with allocating() as empty:
+            heads, allocate = (p.kv_heads, torch.zeros) if atomic else (p.heads, empty)
+            q, d_o = (_room(empty, x, inputs.cu_seqlens_q) for x in (inputs.q, inputs.d_o))
+            k, v = (_room(empty, x, inputs.cu_seqlens_k) for x in (inputs.k, inputs.v))
+            delta, lse2 = (empty((p.heads, q.shape[0]), dtype=lse.dtype, device=lse.device) for _ in range(2))
             dq = torch.zeros_like(q, dtype=torch.float32)
             dk, dv = (allocate((x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device) for x in (k, v))
-            own = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.q, inputs.k, inputs.v)]
+            own = [empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v)]
         self._padded(signed(inputs.q, p.scale), *of_q, q)
         for x, (starts, longest), room in ((inputs.d_o, of_q, d_o), (inputs.k, of_k, k), (inputs.v, of_k, v)):
             self._padded(x, starts, longest, room)
@@ -153,9 +153,10 @@ class _Built:
         return out
 
 
-def _room(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+def _room(empty: Empty, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """Allocate `(rows, heads, dim)` for `x` with padding after every sequence."""
-    return x.new_empty(((x.shape[0] // PAD + cu_seqlens.shape[0] - 1) * PAD, *x.shape[1:]))
+    rows = (x.shape[0] // PAD + cu_seqlens.shape[0] - 1) * PAD
+    return empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
 
 
 def _bottom(problem: Problem) -> int:

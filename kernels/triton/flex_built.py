@@ -129,17 +129,17 @@ class BuiltFlex:
 
         p, q = inputs.problem, inputs.q
         rows = q.shape[1]
-        with allocating():
-            o = torch.empty((p.batch, rows, p.heads, p.dim_v), dtype=q.dtype, device=q.device)
-            lse = torch.empty((p.batch, p.heads, rows), dtype=torch.float32, device=q.device)
+        with allocating() as empty:
+            o = empty((p.batch, rows, p.heads, p.dim_v), dtype=q.dtype, device=q.device)
+            lse = empty((p.batch, p.heads, rows), dtype=torch.float32, device=q.device)
         tiles = _tiles(p.seqlens_q[0], self._for_forward["TILE_M"])
         if not tiles:
             return o, lse
         out, row_max, row_sum = o, lse, lse
         if self._split > 1:
-            with allocating():
-                out = torch.empty((self._split, *o.shape), dtype=torch.float32, device=q.device)
-                row_max, row_sum = (torch.empty((self._split, *lse.shape), device=q.device) for _ in range(2))
+            with allocating() as empty:
+                out = empty((self._split, *o.shape), dtype=torch.float32, device=q.device)
+                row_max, row_sum = (empty((self._split, *lse.shape), dtype=torch.float32, device=q.device) for _ in range(2))
         band, lists = self._lists(inputs)
         self._forward[(tiles * self._split, p.heads, p.batch)](
             q,
@@ -168,12 +168,12 @@ class BuiltFlex:
         p, device = inputs.problem, inputs.q.device
         seqlen_q, seqlen_k = p.seqlens_q[0], p.seqlens_k[0]
         captured = self._captured(inputs)
-        with allocating():
-            dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (inputs.q, inputs.k, inputs.v))
+        with allocating() as empty:
+            dq, dk, dv = (empty(x.shape, dtype=x.dtype, device=device) for x in (inputs.q, inputs.k, inputs.v))
             gradients = tuple(
                 torch.zeros_like(tensor) if each.gradient else None for each, tensor in zip(self._tensors, captured, strict=True)
             )
-            row_lse, delta = (torch.empty((p.batch, p.heads, seqlen_q), device=device) for _ in range(2))
+            row_lse, delta = (empty((p.batch, p.heads, seqlen_q), dtype=torch.float32, device=device) for _ in range(2))
         if seqlen_q:
             self._preprocess[(_tiles(seqlen_q, _PREPROCESS_ROWS), p.heads, p.batch)](
                 o,

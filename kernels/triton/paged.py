@@ -176,9 +176,9 @@ class BuiltPaged:
         if table is None:
             raise BadArgument("page_table=None: keys and values are read from pages; give a problem with a page_size")
         rows, device = inputs.q.shape[0], inputs.q.device
-        with allocating():
-            o = torch.empty((rows, problem.heads, problem.dim_v), dtype=inputs.q.dtype, device=device)
-            lse = torch.empty((problem.heads, rows), dtype=torch.float32, device=device)
+        with allocating() as empty:
+            o = empty((rows, problem.heads, problem.dim_v), dtype=inputs.q.dtype, device=device)
+            lse = empty((problem.heads, rows), dtype=torch.float32, device=device)
         grid = (-(-inputs.max_seqlen_q // self._tile_m), problem.heads, problem.batch)
         if grid[0]:
             self._forward[grid](

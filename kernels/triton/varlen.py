@@ -227,9 +227,9 @@ class BuiltVarlen:
 
         problem = inputs.problem
         rows = inputs.q.shape[0]
-        with allocating():
-            o = torch.empty((rows, problem.heads, problem.dim_v), dtype=inputs.q.dtype, device=inputs.q.device)
-            lse = torch.empty((problem.heads, rows), dtype=torch.float32, device=inputs.q.device)
+        with allocating() as empty:
+            o = empty((rows, problem.heads, problem.dim_v), dtype=inputs.q.dtype, device=inputs.q.device)
+            lse = empty((problem.heads, rows), dtype=torch.float32, device=inputs.q.device)
         grid = (_tiles(inputs.max_seqlen_q, self._tile_m), problem.heads, problem.batch)
         if grid[0]:
             self._forward[grid](
@@ -260,9 +260,9 @@ class BuiltVarlen:
             raise BadArgument("lse=None: the backward reads it; pass what forward returned")
         problem = inputs.problem
         rows_total = problem.total_q * problem.heads
-        with allocating():
-            dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
-            delta = torch.empty((problem.total_q, problem.heads), dtype=torch.float32, device=inputs.q.device)
+        with allocating() as empty:
+            dq, dk, dv = (empty(x.shape, dtype=x.dtype, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
+            delta = empty((problem.total_q, problem.heads), dtype=torch.float32, device=inputs.q.device)
         if rows_total:
             grid_delta = (_tiles(rows_total, _PREPROCESS_ROWS),)
             self._preprocess[grid_delta](o, inputs.d_o, delta, rows_total, problem.heads, *_steps(inputs)[6:], **self._delta)

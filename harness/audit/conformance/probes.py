@@ -15,11 +15,11 @@ from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.tasks import kernel_of
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
 from attnfuzz.harness.judge.judge import judge, truth
+from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.build import build_kernel
 from attnfuzz.harness.trial.errors import describe_exception, may_catch
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import copied, launch, split
-from attnfuzz.harness.trial.poison import Bands
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters.call import Running

@@ -24,9 +24,9 @@ from attnfuzz.harness.report.describe import describe_case, needs_earlier
 from attnfuzz.harness.repro.script import runtime
 from attnfuzz.harness.repro.script.lines import head
 from attnfuzz.harness.repro.script.runtime import PackedCase, Stored
+from attnfuzz.harness.trial.bands import memory
 from attnfuzz.harness.trial.checks.on_streams import beside
 from attnfuzz.harness.trial.inputs import materialise
-from attnfuzz.harness.trial.poison import memory
 from attnfuzz.harness.trial.supports import with_config
 from attnfuzz.harness.trial.trial import check_runnable
 from attnfuzz.kernels import registry

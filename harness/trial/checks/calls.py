@@ -19,9 +19,9 @@ from attnfuzz.harness.judge.contract import heads_first, valid_rows
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, where
 from attnfuzz.harness.judge.judge import Truth, place_of
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.checks.unwritten import name_unwritten
-from attnfuzz.harness.trial.poison import Bands
 from attnfuzz.harness.trial.runs import clones, differing
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.kernels.problem import OutputName, Problem

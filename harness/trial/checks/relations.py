@@ -15,10 +15,10 @@ from attnfuzz.harness.judge.contract import why_unfit
 from attnfuzz.harness.judge.failure import BY_QUERY, OUTPUT_TITLES, Failure, Place
 from attnfuzz.harness.judge.verdict import Figures, Verdict, four_digits
 from attnfuzz.harness.trial import sparse
+from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.gpu_memory import is_out_of_memory
 from attnfuzz.harness.trial.launch import copied, start, start_in_place
-from attnfuzz.harness.trial.poison import Bands
 from attnfuzz.harness.trial.reading import Reading, read_together
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.harness.trial.writes import Writes

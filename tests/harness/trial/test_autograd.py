@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from attnfuzz.harness.trial import own_storage
+from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.own_storage import with_own_storage
-from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
+from attnfuzz.harness.trial.poison import PoisonEmpty
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Capabilities, Config, Inputs

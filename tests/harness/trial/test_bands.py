@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
+from attnfuzz.harness.trial.bands import Bands, form_of
+from attnfuzz.harness.trial.poison import PoisonEmpty
 
 NAMES = ("q", "odd", "with gaps", "k, v")
 """The copies of `tensors`, in their order."""
@@ -61,7 +62,11 @@ def test_a_write_outside_is_found(device: str, side: str) -> None:
 def test_a_sequence_beyond_the_cumulated_lengths_has_tokens(device: str, dtype: torch.dtype, own: bool) -> None:
     """At either end: one of negative length would do nothing, and nobody would see that its length was read."""
     bands, lengths = Bands(), torch.tensor([0, 5, 12], dtype=dtype, device=device)
-    held = bands.like(lengths, "its own").copy_(lengths) if own else bands.copies({"lengths": lengths}, "its input")["lengths"]
+    held = (
+        bands.like(form_of(lengths), "its own").copy_(lengths)
+        if own
+        else bands.copies({"lengths": lengths}, "its input")["lengths"]
+    )
     before, *own_ones, after = held.as_strided((5,), (1,), held.storage_offset() - 1).tolist()
     assert own_ones == [0, 5, 12]
     assert 0 - before > 1 << 20

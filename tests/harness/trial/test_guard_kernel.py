@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from support.fused_c import Compiled, generated
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnfuzz.harness.trial import poison
-from attnfuzz.harness.trial.guard_kernel import Pieces, checked, doubled
-from attnfuzz.harness.trial.poison import POISON, Bands, PoisonEmpty
+from attnfuzz.harness.trial import bands as bands_code
+from attnfuzz.harness.trial.bands import Bands
+from attnfuzz.harness.trial.guard_kernel import Pieces, doubled
+from attnfuzz.harness.trial.poison import POISON, PoisonEmpty
 from attnfuzz.harness.trial.slack import Slack
 from attnfuzz.harness.trial.writes import Writes
 from attnfuzz.kernels.contract import Outputs
@@ -139,7 +141,7 @@ def test_one_word_written_outside_is_found(compiled: Compiled, number: int, side
         assert edges is not None
         assert edges.as_expected()
         band = bands._kept[number]
-        at = (0, poison._HALF - 1, 17, poison._HALF // 2)[place]
+        at = (0, bands_code._HALF - 1, 17, bands_code._HALF // 2)[place]
         band.words[band.before - 1 - at if side == "before" else -1 - at] = 1
         edges = bands.edges()
         assert edges is not None
@@ -162,33 +164,60 @@ def test_a_write_to_an_input_is_found(compiled: Compiled, name: str, at: int) ->
         assert failure.message == f"the kernel wrote to its input {name}"
 
 
+def found(add: Callable[[Pieces], None]) -> list[int]:
+    """What a launch finds of the checks that `add` adds."""
+    pieces = Pieces(CPU)
+    flag = pieces.check()
+    add(pieces)
+    pieces.launch()
+    return list(flag.tolist())
+
+
 @pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 31, 33, 1000, 4099])
 @pytest.mark.parametrize(("ours", "theirs"), [(0, 0), (3, 3), (2, 6), (5, 0), (0, 13)])
 def test_parts_of_any_alignment(compiled: Compiled, size: int, ours: int, theirs: int) -> None:
     source = torch.arange(5000, dtype=torch.int32).to(torch.uint8)
     target = torch.zeros(5000, dtype=torch.uint8)
+    at, other = target.data_ptr() + ours, source.data_ptr() + theirs
     with generated(compiled):
         pieces = Pieces(CPU)
-        pieces.copy(target.data_ptr() + ours, source.data_ptr() + theirs, size)
+        pieces.copy(at, other, size)
         pieces.launch()
         assert torch.equal(target[ours : ours + size], source[theirs : theirs + size])
         assert not target[:ours].any()
         assert not target[ours + size :].any()
-        same = Pieces(CPU)
-        same.equal(target.data_ptr() + ours, source.data_ptr() + theirs, size)
-        assert checked(same, CPU).tolist() == [0]
+        assert found(lambda same: same.equal(at, other, size)) == [0]
         for place in {0, size // 2, size - 1}:
             target[ours + place] ^= 1
-            assert checked(same, CPU).tolist() == [1]
+            assert found(lambda same: same.equal(at, other, size)) == [1]
             target[ours + place] ^= 1
-        pattern = Pieces(CPU)
-        pattern.fill(target.data_ptr() + ours, size, 0x7FD1A3B7)
-        pattern.launch()
-        pattern = Pieces(CPU)
-        pattern.holds(target.data_ptr() + ours, size, 0x7FD1A3B7)
-        assert checked(pattern, CPU).tolist() == [0]
+        pieces = Pieces(CPU)
+        pieces.fill(at, size, 0x7FD1A3B7)
+        pieces.launch()
+        assert found(lambda pattern: pattern.holds(at, size, 0x7FD1A3B7)) == [0]
         target[ours + size - 1] ^= 1
-        assert checked(pattern, CPU).tolist() == [1]
+        assert found(lambda pattern: pattern.holds(at, size, 0x7FD1A3B7)) == [1]
+
+
+def test_two_parts_at_once_are_those_of_two_calls(compiled: Compiled) -> None:
+    target = torch.zeros(100, dtype=torch.uint8)
+    first, last = (target.data_ptr() + 3, 10, 0x7FD1A3B7), (target.data_ptr() + 50, 21, 0xFF81FF81)
+    with generated(compiled):
+        pieces, expected = Pieces(CPU), torch.zeros_like(target)
+        pieces.fill_both(first, last)
+        for at, size, pattern in (first, last):
+            pieces.fill(at + expected.data_ptr() - target.data_ptr(), size, pattern)
+        pieces.launch()
+        assert target.any()
+        assert torch.equal(target, expected)
+        assert found(lambda both: both.both_hold(first, last)) == [0]
+        for place in (3, 12, 50, 70):
+            target[place] ^= 1
+            assert found(lambda both: both.both_hold(first, last)) == [1]
+            target[place] ^= 1
+        for place in (2, 13, 49, 71):
+            target[place] ^= 1
+        assert found(lambda both: both.both_hold(first, last)) == [0]
 
 
 def test_more_pieces_than_one_launch_takes(compiled: Compiled) -> None:
@@ -258,3 +287,107 @@ def test_slack_rows_that_a_kernel_left_are_found_changed_wherever_they_are(packi
             plain = expected(made)
             with generated(compiled):
                 assert expected(made) == plain, (name, at)
+
+
+FORMS: dict[str, Callable[[], torch.Tensor]] = {
+    "of a default dtype": lambda: torch.empty(3, 4),
+    "of a size": lambda: torch.empty(torch.Size([5]), dtype=torch.float16, device="cpu"),
+    "a scalar": lambda: torch.empty((), dtype=torch.bfloat16),
+    "without elements": lambda: torch.empty(0, 3),
+    "channels last": lambda: torch.empty(2, 3, 4, 5, memory_format=torch.channels_last),
+    "strided": lambda: torch.empty_strided((3, 4), (1, 3)),
+    "new": lambda: torch.ones(2, 2).new_empty(3, 2),
+    "new of another dtype": lambda: torch.ones(2, 2).new_empty((3, 2), dtype=torch.float16),
+    "new without elements": lambda: torch.ones(2, 2).new_empty(0),
+    "new and strided": lambda: torch.ones(2, 2).new_empty_strided((2, 3), (1, 2)),
+    "like": lambda: torch.empty_like(torch.ones(3, 4)),
+    "like a transposed one": lambda: torch.empty_like(torch.ones(3, 4).T),
+    "like a transposed one, without gaps": lambda: torch.empty_like(torch.ones(3, 4).T, memory_format=torch.contiguous_format),
+    "like one with gaps": lambda: torch.empty_like(torch.ones(3, 8)[:, :4]),
+    "like one with other strides of a single row": lambda: torch.empty_like(torch.ones(1, 4).as_strided((1, 4), (9, 1))),
+    "like a parameter": lambda: torch.empty_like(torch.nn.Parameter(torch.ones(3))),
+    "like a sparse one": lambda: torch.empty_like(torch.ones(2, 2).to_sparse()),
+    "zeros": lambda: torch.zeros(3, 4, dtype=torch.int64),
+    "zeros like": lambda: torch.zeros_like(torch.ones(4, 3).T, dtype=torch.float16),
+    "new zeros": lambda: torch.ones(2, 2).new_zeros(5),
+}
+
+
+@pytest.mark.parametrize("made", FORMS)
+def test_a_new_tensor_lies_as_torch_makes_it(compiled: Compiled, made: str) -> None:
+    expected, plain, bands = FORMS[made](), Bands(), Bands()
+    with PoisonEmpty(plain):
+        FORMS[made]()
+    with generated(compiled), PoisonEmpty(bands):
+        ours = FORMS[made]()
+    assert (ours.dtype, ours.shape, ours.layout, ours.device) == (
+        expected.dtype,
+        expected.shape,
+        expected.layout,
+        expected.device,
+    )
+    if expected.layout is torch.strided:
+        assert (ours.stride(), ours.requires_grad) == (expected.stride(), expected.requires_grad)
+    assert contents(bands) == contents(plain)
+    assert [each.name for each in bands._kept] == [each.name for each in plain._kept]
+
+
+@pytest.mark.parametrize(
+    ("of", "message"),
+    [
+        (lambda: torch.empty(-1), "negative"),
+        (lambda: torch.empty(1 << 62), "Storage size"),
+        (lambda: torch.ones(2).new_empty(3, -2), "negative"),
+    ],
+)
+def test_a_size_that_torch_refuses_is_refused_by_torch(compiled: Compiled, of: Callable[[], torch.Tensor], message: str) -> None:
+    with generated(compiled), PoisonEmpty(Bands()), pytest.raises(RuntimeError, match=message):
+        of()
+
+
+def test_a_new_tensor_is_allocated_once(compiled: Compiled) -> None:
+    """Only with its bands: most of what a kernel's wrapper asks torch for are new tensors."""
+    asked = []
+
+    class Count(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    like = torch.ones(3, 4)
+    for made in (lambda: torch.empty(3, 4), lambda: like.new_empty(5), lambda: torch.empty_like(like), lambda: torch.zeros(2)):
+        asked.clear()
+        with generated(compiled), Count(), PoisonEmpty(Bands()):
+            made()
+        assert asked.count(torch.ops.aten.empty.memory_format) == 1
+        assert set(asked) <= {getattr(torch.ops.aten, each).default for each in ("view", "as_strided")} | {
+            torch.ops.aten.empty.memory_format,
+            torch.ops.aten.view.dtype,
+        }
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32])
+@pytest.mark.parametrize("fill", [math.nan, 3.0])
+def test_a_kernel_is_offered_what_makes_the_same_tensors(compiled: Compiled, dtype: torch.dtype, fill: float) -> None:
+    sizes = [(3, 5), torch.Size([7]), (), (2, 0)]
+    watch, bands, plain = Watch(), Bands(), Bands()
+    with PoisonEmpty(plain, fill=fill):
+        theirs = [torch.empty(size, dtype=dtype, device=CPU) for size in sizes]
+    with generated(compiled), watching(watch), PoisonEmpty(bands, fill=fill, watch=watch), allocating() as empty:
+        ours = [empty(size, dtype=dtype, device=CPU) for size in sizes]
+    assert [(x.shape, x.stride(), x.dtype) for x in ours] == [(x.shape, x.stride(), x.dtype) for x in theirs]
+    assert contents(bands) == contents(plain)
+    assert [each.name for each in bands._kept] == [each.name for each in plain._kept]
+
+
+def test_what_a_kernel_is_offered_is_torchs_own_elsewhere(compiled: Compiled) -> None:
+    with allocating() as empty:
+        assert empty is torch.empty
+    watch, bands = Watch(), Bands()
+    with watching(watch), PoisonEmpty(bands, watch=watch), allocating() as empty:
+        assert empty((3,), dtype=torch.float32, device=CPU).isnan().all(), "on a device without the kernel too"
+        with allocating() as inner:
+            assert inner is torch.empty
+    assert len(bands._kept) == 1
+    with watching(watch), allocating() as empty:
+        assert empty is torch.empty

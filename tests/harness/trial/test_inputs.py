@@ -6,11 +6,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from attnfuzz.harness.trial.bands import Bands, memory
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import copied
-from attnfuzz.harness.trial.poison import Bands, PoisonEmpty, memory
+from attnfuzz.harness.trial.noise import few_hashed, hashed
+from attnfuzz.harness.trial.poison import PoisonEmpty
 from attnfuzz.kernels.problem import Layout, Needs, Problem
-from attnfuzz.strategies.case import Recipe
+from attnfuzz.strategies.case import Recipe, SinkValues
 
 PROBLEM = Problem(seqlens_q=(3, 0, 5), seqlens_k=(2, 4, 9), heads=4, kv_heads=2, dim_qk=8, dim_v=5, slack_q=1, slack_k=2)
 TENSORS = ("q", "k", "v", "d_o")
@@ -46,6 +48,30 @@ def test_values_are_clamped_to_the_dtype() -> None:
     problem = Problem(seqlens_q=(4,), seqlens_k=(4,), dim_qk=8, dim_v=8)
     inputs = materialise(problem, Recipe(v_scale=2.0**20), "cpu")
     assert inputs.v.abs().max() == torch.finfo(torch.float16).max
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**40])
+def test_few_hashed_numbers_are_those_of_torch(seed: int) -> None:
+    for count in (0, 1, 33):
+        assert few_hashed(seed, "some", count) == hashed(seed, "some", (count,), "cpu").tolist()
+
+
+SINKS: dict[SinkValues, list[float]] = {
+    "mixed": [-512.0, 33.0, 0.0, -2.625, -11008.0],
+    "moderate": [3.875, -0.875, -2.375, -2.625, -1.25],
+    "zero": [0.0, 0.0, 0.0, 0.0, 0.0],
+    "large": [71.0, 33.0, 21.0, 19.0, 30.0],
+    "small": [-512.0, -10240.0, -13312.0, -13824.0, -11008.0],
+}
+
+
+@pytest.mark.parametrize("kind", SINKS)
+def test_sinks_of_a_seed_stay_the_same(kind: SinkValues) -> None:
+    problem = Problem(seqlens_q=(1,), seqlens_k=(1,), heads=5, dim_qk=8, dim_v=8, sinks=True)
+    sinks = materialise(problem, Recipe(seed=7, sinks=kind), "cpu").sinks
+    assert sinks is not None
+    assert sinks.dtype == torch.float32
+    assert sinks.tolist() == SINKS[kind]
 
 
 # --- memory layouts

@@ -77,6 +77,23 @@ def test_one_launch_holds_no_more_than_it_may(compiled: Compiled, monkeypatch: p
     assert all(torch.equal(ours[each], plain[each]) for each in SOME)
 
 
+def test_beside_one_that_is_too_large_the_others_are_computed_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "_MOST", 2000)
+    computed: list[str] = []
+    plain = noise._computed
+
+    def noted(some: list[Request], device: str) -> Any:
+        computed.extend(each.name for each in some)
+        return plain(some, device)
+
+    monkeypatch.setattr(noise, "_computed", noted)
+    requests = [Request("noise", 1, name, count) for name, count in (("a", 500), ("large", 1600), ("b", 1400), ("c", 200))]
+    numbers = Numbers("cpu", requests)
+    assert computed == ["a", "b"], "and not the last, for which there is no room"
+    for each in requests:
+        assert torch.equal(numbers.noise(1, each.name, (each.count,)), noise.noise(1, each.name, (each.count,), "cpu"))
+
+
 def test_without_numbers_nothing_is_launched(compiled: Compiled) -> None:
     compiled.calls.clear()
     with generated(compiled):

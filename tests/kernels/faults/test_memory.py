@@ -20,7 +20,8 @@ from attnfuzz.harness.campaign.minimise import Minimiser
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.executors import Executor, InProcess
 from attnfuzz.harness.isolation.isolated import Isolated
-from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
+from attnfuzz.harness.trial.bands import Bands
+from attnfuzz.harness.trial.poison import PoisonEmpty
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case, Check

@@ -16,8 +16,9 @@ from attnfuzz.harness.campaign.settings import PROFILES
 from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.describe import describe_case, describe_verdict
+from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.bench import Bench
-from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
+from attnfuzz.harness.trial.poison import PoisonEmpty
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Capabilities, Config, Kernel
@@ -334,8 +335,9 @@ def test_one_compile_of_flex_serves_all_lengths_masks_of_a_kind_and_scales(monke
     from support import torch_ops as support_torch_ops
     from torch.utils._python_dispatch import _disable_current_modes
 
+    from attnfuzz.harness.trial.bands import Bands
     from attnfuzz.harness.trial.inputs import materialise
-    from attnfuzz.harness.trial.poison import Bands, PoisonEmpty
+    from attnfuzz.harness.trial.poison import PoisonEmpty
     from attnfuzz.kernels.torch import flex
 
     monkeypatch.setattr(flex, "_compiled", {})

@@ -30,7 +30,8 @@ triton = loaded()
 import triton.language as tl  # noqa: E402 - after the mode is fixed
 from triton.runtime.interpreter import InterpreterBuilder  # noqa: E402 - after the mode is fixed
 
-from attnfuzz.harness.trial.poison import Bands, PoisonEmpty  # noqa: E402 - imports torch
+from attnfuzz.harness.trial.bands import Bands  # noqa: E402 - imports torch
+from attnfuzz.harness.trial.poison import PoisonEmpty  # noqa: E402 - imports torch
 from attnfuzz.harness.trial.trial import run_trial  # noqa: E402 - imports torch
 from attnfuzz.kernels.faults.memory import FAULTS  # noqa: E402 - beside the others
 from attnfuzz.kernels.problem import Problem  # noqa: E402 - beside the others
