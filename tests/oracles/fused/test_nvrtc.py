@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -174,8 +175,9 @@ def _every_operation(x: torch.Tensor, mask: torch.Tensor, scale: float) -> tuple
 def test_how_tensors_lie(shapes: tuple[tuple[int, ...], ...], sizes: object, strides: object, flat: bool) -> None:
     shape = shape_of([torch.zeros(each) for each in shapes])
     assert shape is not None
-    assert shape.common == torch.broadcast_shapes(*shapes)
-    assert (shape.sizes, shape.strides, shape.flat) == (sizes, strides, flat)
+    assert tuple(shape.common) == torch.broadcast_shapes(*shapes)
+    assert (shape.sizes, shape.elements, shape.flat) == (sizes, math.prod(shape.sizes), flat)
+    assert tuple(tuple(shape.strides[at : at + 3]) for at in range(0, len(shape.strides), 3)) == strides
 
 
 def test_what_cannot_be_indexed_is_said() -> None:
