@@ -17,7 +17,8 @@ from attnfuzz.oracles.budgets.repeats import SAMPLED, Generic, anywhere, generic
 from attnfuzz.oracles.budgets.score_gradient import Gradients
 from attnfuzz.oracles.formats import Format
 from attnfuzz.oracles.frames import CHUNK, Frame, frames, key_range, rows_seeing, spread
-from attnfuzz.oracles.slots import Slots, grouped, sent
+from attnfuzz.oracles.sent import integers, sent
+from attnfuzz.oracles.slots import Slots, grouped
 
 __all__ = ["BatchRepeats"]
 
@@ -121,7 +122,7 @@ class BatchRepeats:
         for slot, part in part_of.items():
             frame_number, z = slots.place[slot]
             numbers[frame_number][z] = part
-        self._of_frames = sent([torch.tensor(each) for each in numbers], device)
+        self._of_frames = sent([integers(each) for each in numbers], device)
         sunk = slots.sinks is not None
         self._rows = _samples(slots, rows, [each[1] + sunk for each in lengths], 3, chunk, device, sunk=sunk)
         self._keys = _samples(slots, keys, [each[0] for each in lengths], 2, chunk, device)
