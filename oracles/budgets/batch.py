@@ -19,8 +19,7 @@ from attnfuzz.oracles.budgets.forward import Forward, Scores, forward, scores
 from attnfuzz.oracles.budgets.score_gradient import Gradients
 from attnfuzz.oracles.budgets.sinks import SlotSinks
 from attnfuzz.oracles.budgets.sums import Sums
-from attnfuzz.oracles.sent import integers
-from attnfuzz.oracles.slots import Flat, SlotFrame, Slots, flat, sinks_of
+from attnfuzz.oracles.slots import Flat, SlotFrame, Slots, flat, integers, sinks_of
 
 __all__ = ["BatchTruth", "truth_of_batches"]
 

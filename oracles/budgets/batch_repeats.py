@@ -17,8 +17,7 @@ from attnfuzz.oracles.budgets.repeats import SAMPLED, Generic, anywhere, generic
 from attnfuzz.oracles.budgets.score_gradient import Gradients
 from attnfuzz.oracles.formats import Format
 from attnfuzz.oracles.frames import CHUNK, Frame, frames, key_range, rows_seeing, spread
-from attnfuzz.oracles.sent import integers, sent
-from attnfuzz.oracles.slots import Slots, grouped
+from attnfuzz.oracles.slots import Slots, grouped, integers, sent
 
 __all__ = ["BatchRepeats"]
 

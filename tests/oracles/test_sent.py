@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnfuzz.oracles.sent import bits_of, integers, sent
+from attnfuzz.oracles.slots import bits_of, integers, sent
 
 
 def test_lists_arrive_apart_and_as_they_were() -> None:
