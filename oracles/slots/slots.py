@@ -7,6 +7,7 @@ batch. All indices are computed on the host and sent at once: nothing here waits
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ class _Slot(NamedTuple):
 class Slots:
     """The slots of several batches and their frames.
 
-    `frames`: covers all slots. `place`: frame and Z of a slot, by its number. `row_starts`, `key_starts`: where a batch begins.
+    `frames`: covers all slots. `together`: the numbers of its slots, of each frame. `place`: frame and Z of a slot, by its
+    number. `row_starts`, `key_starts`: where a batch begins.
     `rows`, `keys`: for each row (key) its index among those of the batches' own tensors, one after the other; `lse` the same for
     LSE. `batch_of_row`, `batch_of_key`: the number of its batch. `framed_rows`, `framed_keys`: where it is among those of all
     frames, padding included, one frame after the other; those in no frame are one behind the last. With sinks, `head_of_row` and
@@ -90,7 +92,7 @@ class Slots:
         around = problems[0].dim_qk + problems[0].dim_v
         together = grouped([(each.rows, each.n_k) for each in slots], chunk, around)
         self.place = {number: (at, z) for at, numbers in enumerate(together) for z, number in enumerate(numbers)}
-        self.batches = [[slots[number].batch for number in numbers] for numbers in together]
+        self.together = together
         none = (self.row_starts[-1], self.key_starts[-1], None if sinks is None else self.head_starts[-1])
         tables = [_Table([slots[number] for number in numbers], none, even) for numbers in together]
         self._tables = tables
@@ -115,10 +117,12 @@ class Slots:
         """Return the number of a slot, of a sequence with queries and keys."""
         return self._first[batch, sequence] + kv_head
 
-    def row(self, number: int, head: int, token: int) -> int:
-        """Return where query `token` of a head of the group is among the rows of its slot."""
-        frame, z = self.place[number]
-        return head * self._tables[frame].heights[z] + token
+    @functools.cached_property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return frame and Z of each slot, and the rows of each of its heads there: int64 on the host."""
+        every = [self.place[number] for number in range(len(self.place))]
+        heights = [self._tables[frame].heights[z] for frame, z in every]
+        return integers([frame for frame, _ in every]), integers([z for _, z in every]), integers(heights)
 
     def _head_of_row(self) -> torch.Tensor:
         return _repeated([p.total_q for p in self.problems for _ in range(p.heads)])
