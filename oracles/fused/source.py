@@ -6,6 +6,7 @@ last two sizes, the number of elements, and scalars. Outputs are contiguous.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -39,25 +40,34 @@ def shape_of(tensors: Sequence[torch.Tensor]) -> Shape | None:
         count = tensors[0].numel()
         return Shape(first, (1, 1, count), count, (0, 0, 1) * len(shapes), flat=True) if count < _LIMIT else None
     dims = max([len(shape) for shape in shapes])
-    if dims > _DIMS:
+    if dims > _DIMS or (common := _broadcast(shapes, dims)) is None:
         return None
-    # A launch has some five tensors, and a batch of Cases some thousand launches: one loop, without objects for each tensor.
-    sizes = [1] * _DIMS
+    count = math.prod(common)
+    if count >= _LIMIT:
+        return None
     strides: list[int] = []
     for x, shape in zip(tensors, shapes, strict=True):
-        own, reach = [0] * _DIMS, 0
-        for at, (size, stride) in enumerate(zip(shape, x.stride(), strict=True), _DIMS - len(shape)):
+        own: Sequence[int] = x.stride()
+        if shape != common or 1 in shape:
+            own = [0 if size == 1 else stride for size, stride in zip(shape, own, strict=True)]
+        if not x.is_contiguous() and sum([(size - 1) * stride for size, stride in zip(shape, own, strict=True)]) >= _LIMIT:
+            return None
+        strides += (0,) * (_DIMS - len(own))
+        strides += own
+    z, y, last = (1,) * (_DIMS - dims) + common
+    return Shape(common, (z, y, last), count, strides, flat=False)
+
+
+def _broadcast(shapes: Sequence[Sequence[int]], dims: int) -> tuple[int, ...] | None:
+    """Return the common shape, or None where there is none."""
+    sizes = [1] * dims
+    for shape in dict.fromkeys(shapes):
+        for at, size in enumerate(shape, dims - len(shape)):
             if size != 1:
                 if sizes[at] not in (1, size):
                     return None
-                sizes[at], own[at] = size, stride
-                reach += (size - 1) * stride
-        if reach >= _LIMIT:
-            return None
-        strides += own
-    z, y, last = sizes
-    count = z * y * last
-    return Shape(sizes[_DIMS - dims :], (z, y, last), count, strides, flat=False) if count < _LIMIT else None
+                sizes[at] = size
+    return tuple(sizes)
 
 
 class Source:

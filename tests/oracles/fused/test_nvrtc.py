@@ -186,6 +186,13 @@ def test_what_cannot_be_indexed_is_said() -> None:
     assert shape_of([torch.zeros(1).expand(1 << 16, 1 << 16), torch.zeros(1 << 16)]) is None
 
 
+def test_strides_of_one_index_are_none() -> None:
+    far = torch.zeros(1).as_strided((1, 3, 1), (1 << 33, 0, 1 << 33))
+    near = shape_of([far, torch.zeros(3, 1)])
+    assert near is not None
+    assert (near.sizes, near.strides, near.flat) == ((1, 3, 1), [0, 0, 0, 0, 1, 0], False)
+
+
 @pytest.mark.parametrize("shapes", [((2, 3), (3, 3)), ((4,), (3,)), ((0, 3), (2, 3))])
 def test_shapes_that_do_not_fit_are_left_to_torch(shapes: tuple[tuple[int, ...], ...]) -> None:
     assert shape_of([torch.zeros(each) for each in shapes]) is None
