@@ -7,10 +7,11 @@ the group. Small sequences share a frame, since a launch costs more than their p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -28,6 +29,7 @@ __all__ = [
     "Loaded",
     "Placed",
     "Placement",
+    "Spread",
     "Steps",
     "Tokens",
     "frames",
@@ -197,7 +199,7 @@ class Placed:
         keys = [within(key_range(problem, i, seeing), frame.keys) for i, seeing in zip(frame.sequences, rows, strict=True)]
         heads = len(frame.kv_heads)
         at_rows, at_keys = _places(rows, frame.rows, heads * problem.groups, most), _places(keys, frame.keys, heads, most)
-        at = torch.tensor(at_rows + at_keys, dtype=torch.int64).to(self.tokens.q.device, non_blocking=True)
+        at = torch.cat([at_rows, at_keys]).to(self.tokens.q.device, non_blocking=True)
         return at[: len(at_rows)], at[len(at_rows) :]
 
     def leaves(self) -> Leaves:
@@ -342,24 +344,46 @@ def within(part: range, whole: range) -> range:
     return range(start, max(start, stop))
 
 
-def spread(parts: list[range], heads: int, most: int) -> list[tuple[int, int, int]]:
-    """Return (number of the part, head, token) of about `most` tokens of `parts`, one range a sequence, over all `heads`."""
-    total = sum(map(len, parts)) * heads
+class Spread(NamedTuple):
+    """Tokens of several parts, of each up to as many as there are columns: tensors `(parts, columns)` on the host.
+
+    `kept`: whether there is such a token; the others are any. `sequence`: the number of the part's range that it is of.
+    """
+
+    kept: torch.Tensor
+    sequence: torch.Tensor
+    head: torch.Tensor
+    token: torch.Tensor
+
+
+def spread(parts: Sequence[Sequence[range]], heads: Sequence[int], most: int) -> Spread:
+    """Return about `most` tokens of each of `parts`, each of which has one range a sequence, over all of its `heads`."""
+    width = max(map(len, parts))
+    # Sequences that a part lacks have no tokens.
+    ranges = [each for part in parts for each in (*part, *[range(0)] * (width - len(part)))]
+    numbers = array("q", [n for each in ranges for n in (each.start, len(each))])
+    start, length = torch.frombuffer(numbers, dtype=torch.int64).view(len(parts), width, 2).unbind(2)
+    of_heads = torch.tensor(heads)[:, None]
+    ends = (length * of_heads).cumsum(1)
+    total = ends[:, -1:]
     # Not every n-th: where n is a multiple of the tokens, that would be the same token of every head.
-    chosen = range(total) if total <= most else sorted({int(total * (at * _GOLDEN % 1.0)) for at in range(most)})
-    places, sequence, behind = [], 0, 0
-    for at in chosen:
-        while at - behind >= len(parts[sequence]) * heads:
-            behind += len(parts[sequence]) * heads
-            sequence += 1
-        head, token = divmod(at - behind, len(parts[sequence]))
-        places.append((sequence, head, parts[sequence][token]))
-    return places
+    shares = torch.tensor([at * _GOLDEN % 1.0 for at in range(most)], dtype=torch.float64)
+    at = torch.where(total <= most, torch.arange(most), (total * shares).to(torch.int64).sort(1)[0])
+    kept = at < total
+    kept[:, 1:] &= at[:, 1:] != at[:, :-1]
+    at = torch.where(kept, at, 0)
+    sequence = torch.where(kept, (at[:, :, None] >= ends[:, None]).sum(2), 0)
+    own = length.gather(1, sequence)
+    at = at - (ends.gather(1, sequence) - own * of_heads)
+    own = own.clamp(min=1)
+    head = at // own
+    return Spread(kept, sequence, head, at - head * own + start.gather(1, sequence))
 
 
-def _places(parts: list[range], along: range, heads: int, most: int) -> list[int]:
+def _places(parts: list[range], along: range, heads: int, most: int) -> torch.Tensor:
     """Return the tokens of `spread` as indices into (sequences x heads x along)."""
-    return [(sequence * heads + head) * len(along) + token - along.start for sequence, head, token in spread(parts, heads, most)]
+    x = spread([parts], [heads], most)
+    return ((x.sequence * heads + x.head) * len(along) + x.token - along.start)[x.kept]
 
 
 def _fit(problem: Problem, longest: tuple[int, int], count: int, real: int, chunk: int) -> bool:

@@ -99,41 +99,53 @@ def judge_batch(launched: Sequence[Launched], deviations: Deviations, device: st
         For each Case its passing Verdict, equal to that of `judge`, or None.
     """
     results: list[Judged | None] = [None] * len(launched)
-    for numbers in _together(launched, deviations):
-        judged, beyond = _judged([launched[number] for number in numbers], deviations, device)
-        for number, each in zip(numbers, judged, strict=True):
-            results[number] = each
-        if again := [numbers[at] for at in beyond]:
-            judged, _ = _judged([launched[number] for number in again], deviations, device, ties=True)
-            for number, each in zip(again, judged, strict=True):
-                results[number] = each
+    for alike in _alike(launched, deviations):
+        # Cases beyond their budgets without ties are judged with them, those of all parts together.
+        numbers, beyond = alike, list[int]()
+        for ties in (False, True):
+            for part in _parts(launched, numbers):
+                judged, over = _judged([launched[number] for number in part], deviations, device, ties=ties)
+                beyond += [part[at] for at in over]
+                for number, each in zip(part, judged, strict=True):
+                    results[number] = each
+            numbers, beyond = beyond, []
     return results
 
 
-def _together(launched: Sequence[Launched], deviations: Deviations) -> Iterator[list[int]]:
-    """Yield the numbers of Cases to judge at once: equal dtype, dims, outputs and device, and not too many elements."""
+def _alike(launched: Sequence[Launched], deviations: Deviations) -> list[list[int]]:
+    """Return the numbers of Cases to judge at once, unless they have too many elements: equal dtype, dims, outputs and device."""
     of: dict[object, list[int]] = {}
     for number, each in enumerate(launched):
         p, where = each.inputs.problem, each.inputs.q.device
         if _fits(p, where) and _has_gradient(each) and not why_unfit(each.kernel, each.inputs, each.outputs):
             groups = p.groups if deviations.half_partials else 0
             of.setdefault((p.dtype, p.dim_qk, p.dim_v, p.needs.outputs, where, groups), []).append(number)
-    for numbers in of.values():
-        group: list[int] = []
-        taken = 0
-        for number in numbers:
-            size, most = _elements(launched[number].inputs.problem), _most_elements(launched[number].inputs.q.device)
-            if group and taken + size > most:
-                yield group
-                group, taken = [], 0
-            group.append(number)
-            taken += size
-        yield group
+    return list(of.values())
+
+
+def _parts(launched: Sequence[Launched], numbers: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the numbers in parts of not too many elements; Cases of similar scores are together, which fill fewer frames."""
+    part: list[int] = []
+    taken = 0
+    for number in sorted(numbers, key=lambda number: _most_scores(launched[number].inputs.problem)):
+        size, most = _elements(launched[number].inputs.problem), _most_elements(launched[number].inputs.q.device)
+        if part and taken + size > most:
+            yield part
+            part, taken = [], 0
+        part.append(number)
+        taken += size
+    if part:
+        yield part
 
 
 @functools.cache
 def _most_elements(where: torch.device) -> int:
     return torch.cuda.get_device_properties(where).total_memory // _MEMORY if where.type == "cuda" else _ELEMENTS
+
+
+def _most_scores(problem: Problem) -> int:
+    """Return the scores of the largest slot: of one sequence and key/value head."""
+    return problem.groups * max(n_q * n_k for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
 
 
 def _elements(problem: Problem) -> int:
@@ -145,8 +157,8 @@ def _fits(problem: Problem, where: torch.device) -> bool:
     """Whether a Case can be judged with others."""
     if problem.score_mod is not None or problem.mask_mod is not None or problem.softcap:
         return False
-    largest = max(n_q * n_k for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
-    within = largest * problem.heads <= WHOLE and largest * problem.groups <= CHUNK[where.type]
+    largest = _most_scores(problem)
+    within = largest * problem.kv_heads <= WHOLE and largest <= CHUNK[where.type]
     return within and not blockwise.is_large(problem) and where.type in _CHUNK
 
 

@@ -18,8 +18,11 @@ _LARGE = 1 << 24
 def why_unfit(kernel: str, inputs: Inputs, outputs: Outputs) -> tuple[Failure, ...]:
     """Return a Failure for each output that breaks the contract; values are not compared."""
     problem = inputs.problem
-    failures = (broken_contract(kernel, problem, name, getattr(outputs, name), inputs.q.device) for name in problem.needs.outputs)
-    return tuple(failure for failure in failures if failure is not None)
+    device, failures = inputs.q.device, []
+    for name in problem.needs.outputs:
+        if (failure := broken_contract(kernel, problem, name, getattr(outputs, name), device)) is not None:
+            failures.append(failure)
+    return tuple(failures)
 
 
 def _shape(problem: Problem, name: OutputName) -> tuple[int, ...]:
@@ -50,8 +53,8 @@ def broken_contract(
         return broken("type", "a plain tensor", type(got).__name__)
     if got.layout is not torch.strided:
         return broken("layout", torch.strided, got.layout)
-    if tuple(got.shape) != _shape(problem, name):
-        return broken("shape", _shape(problem, name), tuple(got.shape))
+    if got.shape != (shape := _shape(problem, name)):
+        return broken("shape", shape, tuple(got.shape))
     if got.dtype != dtype:
         return broken("dtype", dtype, got.dtype)
     if got.device != device:
@@ -86,13 +89,15 @@ def _bytes_needed(x: torch.Tensor) -> int:
     """Return the bytes of storage that the tensor's shape and strides reach."""
     if not x.numel():
         return 0
+    if x.is_contiguous():
+        return int((x.storage_offset() + x.numel()) * x.element_size())
     last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return int((last + 1) * x.element_size())
 
 
 def _overlaps(x: torch.Tensor) -> bool:
     """Whether two elements share memory, as in an expanded tensor."""
-    if not x.numel():
+    if x.is_contiguous():
         return False
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):

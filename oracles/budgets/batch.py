@@ -19,7 +19,7 @@ from attnfuzz.oracles.budgets.forward import Forward, Scores, forward, scores
 from attnfuzz.oracles.budgets.score_gradient import Gradients
 from attnfuzz.oracles.budgets.sinks import SlotSinks
 from attnfuzz.oracles.budgets.sums import Sums
-from attnfuzz.oracles.slots import Flat, SlotFrame, Slots, flat, sinks_of
+from attnfuzz.oracles.slots import Flat, SlotFrame, Slots, flat, integers, sinks_of
 
 __all__ = ["BatchTruth", "truth_of_batches"]
 
@@ -160,8 +160,10 @@ class _Totals:
 
     def _steps(self) -> torch.Tensor:
         """Return the matrix steps of rows that sum to dK and dV, of each key, `(keys, 1)`."""
-        parts = [
-            torch.tensor(steps_of_rows(p), dtype=torch.float64).repeat_interleave(torch.tensor(p.seqlens_k)).repeat(p.kv_heads)
-            for p in self._slots.problems
-        ]
-        return torch.cat(parts)[:, None].to(self._keys.device, non_blocking=True)
+        steps: list[int] = []
+        keys: list[int] = []
+        for p in self._slots.problems:
+            steps += steps_of_rows(p) * p.kv_heads
+            keys += p.seqlens_k * p.kv_heads
+        each = integers(steps).to(torch.float64).repeat_interleave(integers(keys))
+        return each[:, None].to(self._keys.device, non_blocking=True)

@@ -6,18 +6,20 @@ batches, so that the sums and sampled rows and keys of each of its own frames, a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 
-from attnfuzz.kernels.problem import Problem
 from attnfuzz.oracles.budgets.forward import Forward, Scores
 from attnfuzz.oracles.budgets.repeats import SAMPLED, Generic, anywhere, generic, repeated, sums_of_rows
 from attnfuzz.oracles.budgets.score_gradient import Gradients
 from attnfuzz.oracles.formats import Format
 from attnfuzz.oracles.frames import CHUNK, Frame, frames, key_range, rows_seeing, spread
-from attnfuzz.oracles.slots import Slots, grouped, sent
+from attnfuzz.oracles.slots import Slots, grouped, integers, sent
 
 __all__ = ["BatchRepeats"]
 
@@ -106,81 +108,79 @@ class BatchRepeats:
 
     def _place(self, slots: Slots, chunk: int, device: torch.device) -> None:
         """Choose the samples of every part, and send their indices to the device."""
-        part_of = {}
-        rows, keys = [], []
+        part_of = [len(self._parts)] * len(slots.place)
         for number, (batch, frame) in enumerate(self._parts):
-            for sequence in frame.sequences:
-                for kv in frame.kv_heads:
-                    part_of[slots.number(batch, sequence, kv)] = number
-            own_rows, own_keys = _sampled(slots, batch, frame)
-            rows.append(own_rows)
-            keys.append(own_keys)
-        lengths = [[max(each) for each in _lengths(slots.problems[batch], frame)] for batch, frame in self._parts]
-        none = len(self._parts)
-        numbers: list[list[int]] = [[none] * len(each) for each in slots.batches]
-        for slot, part in part_of.items():
-            frame_number, z = slots.place[slot]
-            numbers[frame_number][z] = part
-        self._of_frames = sent([torch.tensor(each) for each in numbers], device)
+            for first in _first_slots(slots, batch, frame):
+                part_of[first : first + len(frame.kv_heads)] = [number] * len(frame.kv_heads)
+        self._of_frames = sent([integers([part_of[slot] for slot in numbers]) for numbers in slots.together], device)
         sunk = slots.sinks is not None
-        self._rows = _samples(slots, rows, [each[1] + sunk for each in lengths], 3, chunk, device, sunk=sunk)
-        self._keys = _samples(slots, keys, [each[0] for each in lengths], 2, chunk, device)
+        problems = [slots.problems[batch] for batch, _ in self._parts]
+        sequences = [frame.sequences for _, frame in self._parts]
+        rows, keys = _sampled(slots, self._parts)
+        most_q, most_k = (
+            [max([lengths[i] for i in own]) for lengths, own in zip(each, sequences, strict=True)]
+            for each in ([p.seqlens_q for p in problems], [p.seqlens_k for p in problems])
+        )
+        self._rows = _samples(slots, rows, [n + sunk for n in most_k], 3, chunk, device, sunk=sunk)
+        lengths = [n * p.groups for n, p in zip(most_q, problems, strict=True)]
+        self._keys = _samples(slots, keys, lengths, 2, chunk, device)
 
 
-def _lengths(problem: Problem, frame: Frame) -> tuple[list[int], list[int]]:
-    """Return the rows and keys of slots of a batch's own frame."""
-    return [problem.seqlens_q[i] * problem.groups for i in frame.sequences], [problem.seqlens_k[i] for i in frame.sequences]
+class _Chosen(NamedTuple):
+    """The slot of sampled rows, or keys, and the row (key) there, `(parts, SAMPLED)`; only those that are `kept`."""
+
+    kept: torch.Tensor
+    slot: torch.Tensor
+    row: torch.Tensor
 
 
-def _sampled(slots: Slots, batch: int, frame: Frame) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return (slot, row) and (slot, key) of the samples of a batch's own frame (`Placed.sampled`)."""
-    p = slots.problems[batch]
-    rows = [rows_seeing(p, i) for i in frame.sequences]
-    keys = [key_range(p, i, seeing) for i, seeing in zip(frame.sequences, rows, strict=True)]
+def _first_slots(slots: Slots, batch: int, frame: Frame) -> list[int]:
+    """Return the number of the first slot of each sequence of a batch's own frame."""
+    return [slots.number(batch, sequence, frame.kv_heads.start) for sequence in frame.sequences]
 
-    def slot(at: int, kv: int) -> int:
-        return slots.number(batch, frame.sequences[at], frame.kv_heads.start + kv)
 
-    of_rows = [
-        (number := slot(at, head // p.groups), slots.row(number, head % p.groups, token))
-        for at, head, token in spread(rows, len(frame.kv_heads) * p.groups, SAMPLED)
+def _sampled(slots: Slots, parts: Sequence[tuple[int, Frame]]) -> tuple[_Chosen, _Chosen]:
+    """Return the sampled rows and keys of batches' own frames (`Placed.sampled`)."""
+    rows = [[rows_seeing(slots.problems[batch], i) for i in frame.sequences] for batch, frame in parts]
+    keys = [
+        [key_range(slots.problems[batch], i, seeing) for i, seeing in zip(frame.sequences, own, strict=True)]
+        for (batch, frame), own in zip(parts, rows, strict=True)
     ]
-    return of_rows, [(slot(at, head), token) for at, head, token in spread(keys, len(frame.kv_heads), SAMPLED)]
+    _, _, heights = slots.places
+    firsts = [_first_slots(slots, batch, frame) for batch, frame in parts]
+    first, behind = integers([*chain(*firsts)]), integers([*accumulate([len(each) for each in firsts[:-1]], initial=0)])[:, None]
+    kv_heads, groups = [len(frame.kv_heads) for _, frame in parts], [slots.problems[batch].groups for batch, _ in parts]
+    x, y = spread(rows, list(map(operator.mul, kv_heads, groups)), SAMPLED), spread(keys, kv_heads, SAMPLED)
+    of_group = integers(groups)[:, None]
+    kv = x.head // of_group
+    slot = first[behind + x.sequence] + kv
+    of_rows = _Chosen(x.kept, slot, (x.head - kv * of_group) * heights[slot] + x.token)
+    return of_rows, _Chosen(y.kept, first[behind + y.sequence] + y.head, y.token)
 
 
 def _samples(
-    slots: Slots,
-    chosen: list[list[tuple[int, int]]],
-    lengths: list[int],
-    values: int,
-    chunk: int,
-    device: torch.device,
-    *,
-    sunk: bool = False,
+    slots: Slots, chosen: _Chosen, lengths: list[int], values: int, chunk: int, device: torch.device, *, sunk: bool = False
 ) -> list[_Samples]:
-    """Return the samples of all parts, those of about equal length together; `chosen`: (slot, row) of each part."""
-    together = grouped([(SAMPLED, length) for length in lengths], chunk)
-    tables: list[torch.Tensor] = []
-    of: list[list[int]] = []
-    for parts in together:
-        by_frame: dict[int, list[tuple[int, int, int]]] = {}
-        for at, part in enumerate(parts):
-            for place, (slot, row) in enumerate(chosen[part]):
-                number, z = slots.place[slot]
-                by_frame.setdefault(number, []).append((z, row, at * SAMPLED + place))
-        of.append(list(by_frame))
-        tables += [torch.tensor(parts), *(torch.tensor(each).T.flatten() for each in by_frame.values())]
-    on_device = iter(sent(tables, device))
+    """Return the samples of all parts, those of about equal length together."""
+    together, frames = grouped([(SAMPLED, length) for length in lengths], chunk), len(slots.frames)
+    of_part = {part: (number, at) for number, parts in enumerate(together) for at, part in enumerate(parts)}
+    group, at = integers([*chain(*[of_part[part] for part in range(len(lengths))])]).view(-1, 2).T[..., None]
+    frame, z, _ = slots.places
+    # One after the other those of a group and frame, then those that are not kept.
+    key, order = torch.where(chosen.kept, group * frames + frame[chosen.slot], len(together) * frames).flatten().sort()
+    table = torch.stack([z[chosen.slot], chosen.row, at * SAMPLED + chosen.kept.cumsum(1) - 1]).flatten(1)[:, order]
+    counts = torch.bincount(key, minlength=len(together) * frames + 1).tolist()
+    *part_numbers, placed = sent([*map(integers, together), table.flatten()], device)
+    indices = placed.view(3, -1).split(counts, 1)
     samples = []
-    for parts, numbers in zip(together, of, strict=True):
-        longest = max(lengths[part] for part in parts)
-        part_numbers = next(on_device)
-        indices = {number: _three(next(on_device)) for number in numbers}
+    for number, (parts, numbers) in enumerate(zip(together, part_numbers, strict=True)):
+        longest = max([lengths[part] for part in parts])
+        of = indices[number * frames : (number + 1) * frames]
         whole = torch.zeros((values, len(parts) * SAMPLED, longest), dtype=torch.float64, device=device)
-        samples.append(_Samples(part_numbers, whole, indices, sunk))
+        samples.append(_Samples(numbers, whole, {frame: _three(each) for frame, each in enumerate(of) if each.numel()}, sunk))
     return samples
 
 
 def _three(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    a, b, c = x.view(3, -1).unbind()
+    a, b, c = x.unbind()
     return a, b, c

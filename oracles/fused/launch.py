@@ -15,7 +15,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from attnfuzz.oracles.fused.nvrtc import Loaded, compiled, library
+from attnfuzz.oracles.fused.nvrtc import Loaded, compiled, current_device, library
 from attnfuzz.oracles.fused.source import Source, shape_of
 from attnfuzz.oracles.fused.trace import traced
 
@@ -53,7 +53,7 @@ class _Nvrtc:
     """NVRTC and the driver."""
 
     def takes(self, device: torch.device) -> bool:
-        return device.type == "cuda" and self._available and device.index in (None, torch.cuda.current_device())
+        return device.type == "cuda" and self._available and device.index in (None, current_device())
 
     def kernel(self, source: Code) -> Kernel:
         nvrtc = library()
@@ -99,12 +99,12 @@ class _Launch:
         source, kernel = self.kernels[shape.flat]
         where = inputs[0].device
         outputs = self._outputs(shape.common, where)
-        if shape.count:
-            pointers = [x.data_ptr() for x in (*inputs, *outputs)]
-            kernel(source.packed(shape, pointers, [arguments[at] for at in self.scalars]), shape.count, where.index or 0)
+        if shape.elements:
+            pointers = [x.data_ptr() for x in inputs] + [x.data_ptr() for x in outputs]
+            kernel(source.packed(shape, pointers, [arguments[at] for at in self.scalars]), shape.elements, where.index or 0)
         return tuple(outputs) if self.several else outputs[0]
 
-    def _outputs(self, shape: tuple[int, ...], where: torch.device) -> list[torch.Tensor]:
+    def _outputs(self, shape: Sequence[int], where: torch.device) -> list[torch.Tensor]:
         if not self.stacked:
             return [torch.empty(shape, dtype=each, device=where) for each in self.results]
         parts = {
@@ -136,8 +136,12 @@ class Fused(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return what the function returns, in one launch where a tensor is on a GPU."""
-        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
-        if first is None or not BACKEND.takes(first.device):
+        for first in (*args, *kwargs.values()):
+            if isinstance(first, torch.Tensor):
+                break
+        else:
+            return self.function(*args, **kwargs)
+        if not BACKEND.takes(first.device):
             return self.function(*args, **kwargs)
         arguments = args if len(args) == len(self._names) else self._ordered(args, kwargs)
         result: R = self._launch(arguments)(self.function, arguments)
@@ -152,13 +156,16 @@ class Fused(Generic[P, R]):
         return tuple(given[name] for name in self._names)
 
     def _launch(self, arguments: Sequence[Any]) -> _Launch:
-        key = tuple([_kind(x) for x in arguments])
-        if key not in self._launches:
-            self._launches[key] = self._compiled(arguments)
-        return self._launches[key]
+        key = tuple([x.dtype if isinstance(x, torch.Tensor) else float if _is_number(x) else x for x in arguments])
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = self._compiled(arguments)
+        return launch
 
     def _compiled(self, arguments: Sequence[Any]) -> _Launch:
         tensors = tuple(at for at, x in enumerate(arguments) if isinstance(x, torch.Tensor))
+        for dtype in {arguments[at].dtype for at in tensors} - {torch.float64, torch.bool}:
+            raise TypeError(f"a fused function takes float64 and bool, not {dtype}")
         scalars = tuple(at for at, x in enumerate(arguments) if _is_number(x))
         name = f"fused_{self.function.__name__.strip('_')}"
         code, kinds, several = traced(self.function, name, arguments, tensors, scalars)
@@ -245,14 +252,6 @@ def whole_of(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if not alike or x.untyped_storage().data_ptr() != address or x.data_ptr() != first.data_ptr() + at * size:
             return None
     return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
-
-
-def _kind(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        if x.dtype not in (torch.float64, torch.bool):
-            raise TypeError(f"a fused function takes float64 and bool, not {x.dtype}")
-        return x.dtype
-    return float if _is_number(x) else x
 
 
 def _is_number(x: Any) -> bool:

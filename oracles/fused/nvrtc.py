@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Library", "Loaded", "compiled", "folder", "library"]
+__all__ = ["Library", "Loaded", "compiled", "current_device", "folder", "library"]
 
 _TRIAL = 'extern "C" __global__ void trial(double* x) { *x = ::exp(*x); }'
 _DIGEST = 32
@@ -162,8 +162,8 @@ class Loaded:
     def __call__(self, argument: bytes, count: int, device: int) -> None:
         """Launch it."""
         blocks = min(_MOST_BLOCKS, -(-count // _THREADS))
-        content = ctypes.c_char_p(argument)
-        parameters = ctypes.byref(ctypes.cast(content, ctypes.c_void_p))
+        # A list of one pointer to the argument; the bytes live on while this frame does.
+        parameters = ctypes.byref(ctypes.c_char_p(argument))
         launched = (self._function, blocks, 1, 1, _THREADS, 1, 1, 0, ctypes.c_void_p(_stream(device)), parameters, None)
         status = self._driver.cuLaunchKernel(*launched)
         if status == _INVALID_CONTEXT:
@@ -182,6 +182,14 @@ class Loaded:
             )
             _checked(self._driver.cuCtxSetCurrent(context), "set the context of")
         return context
+
+
+def current_device() -> int:
+    """Return the number of torch's current device, of a process that has tensors there: no initialisation is looked for."""
+    try:
+        return int(torch._C._cuda_getDevice())
+    except AttributeError:
+        return int(torch.cuda.current_device())
 
 
 def _stream(device: int) -> int:

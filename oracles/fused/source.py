@@ -6,9 +6,10 @@ last two sizes, the number of elements, and scalars. Outputs are contiguous.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,53 +19,55 @@ _DIMS = 3
 _LIMIT = 1 << 31
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How the inputs of one launch lie: their common shape, its sizes as three dimensions, and each input's strides.
+class Shape(NamedTuple):
+    """How the inputs of one launch lie: their common shape, its sizes as three dimensions, and their number of elements.
 
-    `flat`: all inputs have that shape without gaps.
+    `strides`: three of each input, one input after the other. `flat`: all inputs have the common shape without gaps.
     """
 
-    common: tuple[int, ...]
+    common: Sequence[int]
     sizes: tuple[int, int, int]
-    strides: tuple[tuple[int, int, int], ...]
+    elements: int
+    strides: Sequence[int]
     flat: bool
-
-    @property
-    def count(self) -> int:
-        """The number of elements."""
-        return self.sizes[0] * self.sizes[1] * self.sizes[2]
 
 
 def shape_of(tensors: Sequence[torch.Tensor]) -> Shape | None:
     """Return how tensors lie that are broadcast against each other; None where a kernel cannot index them."""
-    first = tensors[0].shape
-    if all(x.shape == first and x.is_contiguous() for x in tensors):
+    shapes = [x.shape for x in tensors]
+    first = shapes[0]
+    if shapes.count(first) == len(shapes) and all(map(torch.Tensor.is_contiguous, tensors)):
         count = tensors[0].numel()
-        return Shape(tuple(first), (1, 1, count), ((0, 0, 1),) * len(tensors), flat=True) if count < _LIMIT else None
-    dims = max(x.dim() for x in tensors)
-    common = [1] * dims
-    for x in tensors:
-        for at, size in enumerate(x.shape, dims - x.dim()):
-            if common[at] not in (1, size) and size != 1:
-                return None
-            common[at] = common[at] if size == 1 else size
-    strides = []
-    for x in tensors:
-        own = (*([0] * (dims - x.dim())), *(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)))
-        strides.append(own)
-    if dims > _DIMS:
+        return Shape(first, (1, 1, count), count, (0, 0, 1) * len(shapes), flat=True) if count < _LIMIT else None
+    dims = max([len(shape) for shape in shapes])
+    if dims > _DIMS or (common := _broadcast(shapes, dims)) is None:
         return None
-    lacking = _DIMS - dims
-    z, y, x_ = (*([1] * lacking), *common)
-    shape = Shape(tuple(common), (z, y, x_), tuple(_three(lacking, each) for each in strides), flat=False)
-    reach = max(sum((n - 1) * abs(s) for n, s in zip(shape.sizes, each, strict=True)) for each in shape.strides)
-    return shape if shape.count < _LIMIT and reach < _LIMIT else None
+    count = math.prod(common)
+    if count >= _LIMIT:
+        return None
+    strides: list[int] = []
+    for x, shape in zip(tensors, shapes, strict=True):
+        own: Sequence[int] = x.stride()
+        if shape != common or 1 in shape:
+            own = [0 if size == 1 else stride for size, stride in zip(shape, own, strict=True)]
+        if not x.is_contiguous() and sum([(size - 1) * stride for size, stride in zip(shape, own, strict=True)]) >= _LIMIT:
+            return None
+        strides += (0,) * (_DIMS - len(own))
+        strides += own
+    z, y, last = (1,) * (_DIMS - dims) + common
+    return Shape(common, (z, y, last), count, strides, flat=False)
 
 
-def _three(lacking: int, strides: tuple[int, ...]) -> tuple[int, int, int]:
-    a, b, c = (*([0] * lacking), *strides)
-    return a, b, c
+def _broadcast(shapes: Sequence[Sequence[int]], dims: int) -> tuple[int, ...] | None:
+    """Return the common shape, or None where there is none."""
+    sizes = [1] * dims
+    for shape in dict.fromkeys(shapes):
+        for at, size in enumerate(shape, dims - len(shape)):
+            if size != 1:
+                if sizes[at] not in (1, size):
+                    return None
+                sizes[at] = size
+    return tuple(sizes)
 
 
 class Source:
@@ -112,8 +115,8 @@ class Source:
 
     def packed(self, shape: Shape, pointers: Sequence[int], scalars: Sequence[float]) -> bytes:
         """Return the kernel's argument: pointers of inputs and outputs, scalars, and the shape."""
-        strides = [each for own in shape.strides for each in own]
-        return self._layout.pack(*pointers, *scalars, *strides, shape.sizes[1], shape.sizes[2], shape.count)
+        _, size_y, size_x = shape.sizes
+        return self._layout.pack(*pointers, *scalars, *shape.strides, size_y, size_x, shape.elements)
 
 
 def _read(at: int, is_bool: bool, *, flat: bool) -> str:

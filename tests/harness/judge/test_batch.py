@@ -158,6 +158,25 @@ def test_equal_values_are_counted_for_the_cases_that_need_it(
     assert counted or deviations != PLAIN, "what a kernel declares makes budgets wider"
 
 
+def test_equal_values_of_cases_in_several_parts_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, bool]] = []
+    original = batching.truth_of_batches
+
+    def truths(batches: Sequence[Inputs], *others: Any, ties: bool) -> BatchTruth:
+        calls.append((len(batches), ties))
+        return original(batches, *others, ties=ties)
+
+    problem = Problem(seqlens_q=(250,), seqlens_k=(280,), heads=4, kv_heads=2, dim_qk=32, dim_v=32, dtype="float16")
+    recipe = Recipe(pattern="ties_q", v_scale=4.0, do_scale=2.0)
+    # Of each part of two, one Case is beyond its budgets without ties.
+    every = [launched(problem, replace(recipe, seed=seed)) for seed in (1, 3, 2, 3)]
+    monkeypatch.setattr(batching, "truth_of_batches", truths)
+    monkeypatch.setattr(batching, "_most_elements", lambda _: 2 * batching._elements(problem))
+    judged = judge_batch(every, PLAIN, "cpu")
+    assert [each and each.verdict for each in judged] == [alone(each) for each in every]
+    assert calls == [(2, False), (2, False), (2, True)]
+
+
 MIXED = [
     Problem(seqlens_q=(30, 5), seqlens_k=(40, 9), heads=4, kv_heads=2, dim_qk=32, dim_v=32, causal="top_left"),
     Problem(seqlens_q=(64,), seqlens_k=(64,), heads=2, kv_heads=2, dim_qk=32, dim_v=32, window=(7, 3), slack_q=2),
@@ -441,6 +460,25 @@ def test_many_elements_are_judged_in_several_batches(monkeypatch: pytest.MonkeyP
     assert len(calls) > 1
     assert sum(calls) == len(every)
     assert [each and each.verdict for each in parts] == [each and each.verdict for each in whole]
+
+
+def test_parts_have_cases_of_similar_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = (60, 7, 55, 9)
+    every = [
+        launched(Problem(seqlens_q=(n,), seqlens_k=(n,), heads=2, kv_heads=1, dim_qk=32, dim_v=32), Recipe()) for n in lengths
+    ]
+    seen: list[list[int]] = []
+    counted = batching.truth_of_batches
+
+    def truths(batches: Sequence[Inputs], *others: Any, ties: bool) -> BatchTruth:
+        seen.append([each.problem.total_q for each in batches])
+        return counted(batches, *others, ties=ties)
+
+    monkeypatch.setattr(batching, "truth_of_batches", truths)
+    monkeypatch.setattr(batching, "_most_elements", lambda _: 64 * 60 * 3)
+    judged = judge_batch(every, PLAIN, "cpu")
+    assert seen == [[7, 9], [55], [60]]
+    assert [each and each.verdict for each in judged] == [alone(each) for each in every]
 
 
 def test_nothing_is_judged_from_nothing() -> None:

@@ -134,6 +134,14 @@ def test_a_kernel_is_compiled_once_for_arguments_of_a_kind(compiled: Compiled) -
     assert torch.equal(sized(x, y, 2.0, "difference"), (x - y) * 2)
 
 
+def test_other_dtypes_are_refused_whatever_was_compiled_before(compiled: Compiled) -> None:
+    x = torch.rand(2, 3, dtype=torch.float64)
+    with generated(compiled):
+        assert torch.equal(sized(x, x, 1.0, "sum"), x + x)
+        with pytest.raises(TypeError, match=r"takes float64 and bool, not torch\.float32"):
+            sized(x, x.float(), 1.0, "sum")
+
+
 @fused
 def sized(x: torch.Tensor, y: torch.Tensor, scale: float, what: str) -> torch.Tensor:
     return (x + y if what == "sum" else x - y) * scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -174,14 +175,22 @@ def _every_operation(x: torch.Tensor, mask: torch.Tensor, scale: float) -> tuple
 def test_how_tensors_lie(shapes: tuple[tuple[int, ...], ...], sizes: object, strides: object, flat: bool) -> None:
     shape = shape_of([torch.zeros(each) for each in shapes])
     assert shape is not None
-    assert shape.common == torch.broadcast_shapes(*shapes)
-    assert (shape.sizes, shape.strides, shape.flat) == (sizes, strides, flat)
+    assert tuple(shape.common) == torch.broadcast_shapes(*shapes)
+    assert (shape.sizes, shape.elements, shape.flat) == (sizes, math.prod(shape.sizes), flat)
+    assert tuple(tuple(shape.strides[at : at + 3]) for at in range(0, len(shape.strides), 3)) == strides
 
 
 def test_what_cannot_be_indexed_is_said() -> None:
     assert shape_of([torch.zeros(2, 2, 2, 2), torch.zeros(2)]) is None
     assert shape_of([torch.zeros(2, 2, 2, 2), torch.zeros(2, 2, 2, 2)]) is not None
     assert shape_of([torch.zeros(1).expand(1 << 16, 1 << 16), torch.zeros(1 << 16)]) is None
+
+
+def test_strides_of_one_index_are_none() -> None:
+    far = torch.zeros(1).as_strided((1, 3, 1), (1 << 33, 0, 1 << 33))
+    near = shape_of([far, torch.zeros(3, 1)])
+    assert near is not None
+    assert (near.sizes, near.strides, near.flat) == ((1, 3, 1), [0, 0, 0, 0, 1, 0], False)
 
 
 @pytest.mark.parametrize("shapes", [((2, 3), (3, 3)), ((4,), (3,)), ((0, 3), (2, 3))])

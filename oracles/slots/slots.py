@@ -7,9 +7,9 @@ batch. All indices are computed on the host and sent at once: nothing here waits
 
 from __future__ import annotations
 
-import heapq
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -21,18 +21,16 @@ from attnfuzz.kernels.problem import Dtype, Problem
 from attnfuzz.oracles.frames import Loaded
 from attnfuzz.oracles.fused import fused
 from attnfuzz.oracles.modifiers import Leaves, Modifiers
+from attnfuzz.oracles.slots.groups import grouped
+from attnfuzz.oracles.slots.sent import bits_of, integers, sent
 
-__all__ = ["Flat", "SlotFrame", "Slots", "flat", "grouped", "sent", "sinks_of"]
+__all__ = ["Flat", "SlotFrame", "Slots", "flat", "sinks_of"]
 
-_LAUNCHES = 4
-"""The operations of a frame cost as much as the scores of a chunk divided by this, and each row and key as much as as many scores
-as q and v have dims: their own elements and budgets."""
 _ENDLESS = 1 << 40
 """Keys of a side of the window without a limit."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Slot:
+class _Slot(NamedTuple):
     """One key/value head of one sequence: first row and key in `Flat`, rows between heads, first head, lengths, and the mask.
 
     Query i sees keys from `i + shift - left` to `i + shift + right`.
@@ -60,7 +58,8 @@ class _Slot:
 class Slots:
     """The slots of several batches and their frames.
 
-    `frames`: covers all slots. `place`: frame and Z of a slot, by its number. `row_starts`, `key_starts`: where a batch begins.
+    `frames`: covers all slots. `together`: the numbers of its slots, of each frame. `place`: frame and Z of a slot, by its
+    number. `row_starts`, `key_starts`: where a batch begins.
     `rows`, `keys`: for each row (key) its index among those of the batches' own tensors, one after the other; `lse` the same for
     LSE. `batch_of_row`, `batch_of_key`: the number of its batch. `framed_rows`, `framed_keys`: where it is among those of all
     frames, padding included, one frame after the other; those in no frame are one behind the last. With sinks, `head_of_row` and
@@ -93,16 +92,19 @@ class Slots:
         around = problems[0].dim_qk + problems[0].dim_v
         together = grouped([(each.rows, each.n_k) for each in slots], chunk, around)
         self.place = {number: (at, z) for at, numbers in enumerate(together) for z, number in enumerate(numbers)}
-        self.batches = [[slots[number].batch for number in numbers] for numbers in together]
+        self.together = together
         none = (self.row_starts[-1], self.key_starts[-1], None if sinks is None else self.head_starts[-1])
         tables = [_Table([slots[number] for number in numbers], none, even) for numbers in together]
         self._tables = tables
-        rows, keys, lse = (list(x) for x in zip(*self._own_indices(), strict=True))
         starts = (self.row_starts, self.key_starts)
-        of_row, of_key = (torch.arange(len(problems)).repeat_interleave(torch.tensor(each).diff()) for each in starts)
+        of_row, of_key = (_repeated([stop - start for start, stop in itertools.pairwise(each)]) for each in starts)
+        sides = [[(p.packing == "dense", p.seqlens_q, p.slack_q, p.heads) for p in problems]]
+        sides += [[(p.packing == "dense", p.seqlens_k, p.slack_k, p.kv_heads) for p in problems]]
+        rows, lse = _own(sides[0], of_row, starts[0])
+        keys, _ = _own(sides[1], of_key, starts[1])
         framed = [_inverse([table.parts[at] for table in tables], count[-1]) for at, count in enumerate(starts)]
-        parts = [torch.cat(rows), torch.cat(keys), torch.cat(lse), of_row, of_key, *framed]
-        parts += [self._head_of_row(), self._batch_of_head()] if sinks is not None else [torch.zeros(0, dtype=torch.int64)] * 2
+        parts = [rows, keys, lse, of_row, of_key, *framed]
+        parts += [self._head_of_row(), self._batch_of_head()] if sinks is not None else [integers([])] * 2
         on_device = sent([*parts, *(x for table in tables for x in table.parts)], device)
         self.rows, self.keys, self.lse, self.batch_of_row, self.batch_of_key, *rest = on_device
         self.framed_rows, self.framed_keys, self.head_of_row, self.batch_of_head, *rest = rest
@@ -115,17 +117,18 @@ class Slots:
         """Return the number of a slot, of a sequence with queries and keys."""
         return self._first[batch, sequence] + kv_head
 
-    def row(self, number: int, head: int, token: int) -> int:
-        """Return where query `token` of a head of the group is among the rows of its slot."""
-        frame, z = self.place[number]
-        return head * self._tables[frame].heights[z] + token
+    @functools.cached_property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return frame and Z of each slot, and the rows of each of its heads there: int64 on the host."""
+        every = [self.place[number] for number in range(len(self.place))]
+        heights = [self._tables[frame].heights[z] for frame, z in every]
+        return integers([frame for frame, _ in every]), integers([z for _, z in every]), integers(heights)
 
     def _head_of_row(self) -> torch.Tensor:
-        rows = [p.total_q for p in self.problems for _ in range(p.heads)]
-        return torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
+        return _repeated([p.total_q for p in self.problems for _ in range(p.heads)])
 
     def _batch_of_head(self) -> torch.Tensor:
-        return torch.arange(len(self.problems)).repeat_interleave(torch.tensor(self.head_starts).diff())
+        return _repeated([p.heads for p in self.problems])
 
     def _slots(self) -> tuple[list[_Slot], dict[tuple[int, int], int]]:
         slots: list[_Slot] = []
@@ -146,37 +149,47 @@ class Slots:
                 at_q, at_k = at_q + n_q, at_k + n_k
         return slots, first
 
-    def _own_indices(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Return for each batch the indices of `rows`, `keys` and `lse`."""
-        indices = []
-        at_q = at_k = at_lse = 0
-        for p in self.problems:
-            rows, lse, size_q = _own(p.packing == "dense", p.seqlens_q, p.slack_q, p.heads)
-            keys, _, size_k = _own(p.packing == "dense", p.seqlens_k, p.slack_k, p.kv_heads)
-            indices.append((rows + at_q, keys + at_k, lse + at_lse))
-            at_q, at_k, at_lse = at_q + size_q, at_k + size_k, at_lse + size_q
-        return indices
+
+def _repeated(counts: Sequence[int]) -> torch.Tensor:
+    """Return the number of each of `counts`, as often as it says."""
+    return torch.arange(len(counts)).repeat_interleave(integers(counts))
 
 
 def _inverse(parts: list[torch.Tensor], count: int) -> torch.Tensor:
     """Return for each of `count` rows its place in `parts`, one after the other, where other numbers are padding."""
-    numbers = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    numbers = torch.cat(parts) if parts else integers([])
     places = torch.full((count + 1,), len(numbers))
     places[numbers] = torch.arange(len(numbers))
     return places[:count]
 
 
-def _own(dense: bool, lengths: tuple[int, ...], slack: int, heads: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return where (head, token) is in a tensor `([batch,] tokens, heads)`, in one `([batch,] heads, tokens)`, and its size."""
-    head, token = torch.arange(heads)[:, None], torch.arange(sum(lengths))
-    if not dense:
-        width = sum(lengths) + slack
-        return (token * heads + head).flatten(), (head * width + token).flatten(), width * heads
-    width = lengths[0] + slack
-    sequence = token // max(1, lengths[0])
-    at = token - sequence * lengths[0]
-    rows, lse = (sequence * width + at) * heads + head, (sequence * heads + head) * width + at
-    return rows.flatten(), lse.flatten(), len(lengths) * width * heads
+def _own(
+    sides: Sequence[tuple[bool, tuple[int, ...], int, int]], batch: torch.Tensor, starts: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where the (head, token) of all batches are in their tensors `([batch,] tokens, heads)`, one after the other.
+
+    The second tensor: where they are in tensors `([batch,] heads, tokens)`.
+
+    Args:
+        sides: of each batch whether it is dense, its lengths, slack and heads.
+        batch: the number of the batch of each (head, token).
+        starts: where a batch begins.
+    """
+    table: list[int] = []
+    behind = 0
+    for (dense, lengths, slack, heads), start in zip(sides, starts, strict=False):
+        # A ragged batch lies as a dense one of a single sequence does.
+        tokens = sum(lengths)
+        length, sequences = (lengths[0], len(lengths)) if dense else (tokens, 1)
+        table += [start, max(1, tokens), max(1, length), length + slack, heads, behind]
+        behind += sequences * (length + slack) * heads
+    start, tokens, length, width, heads, behind = integers(table).view(-1, 6).T.index_select(1, batch).unbind()
+    at = torch.arange(len(batch)) - start
+    head = at // tokens
+    token = at - head * tokens
+    sequence = token // length
+    at = token - sequence * length
+    return (sequence * width + at) * heads + head + behind, (sequence * heads + head) * width + at + behind
 
 
 class _Table:
@@ -187,21 +200,16 @@ class _Table:
 
     def __init__(self, slots: list[_Slot], none: tuple[int, int, int | None], even: bool) -> None:
         no_row, no_key, no_head = none
-        longest = max(each.n_q for each in slots)
-        self.heights = [longest if even else each.n_q for each in slots]
+        longest = max([x.n_q for x in slots])
+        self.heights = [longest if even else x.n_q for x in slots]
         """Rows of each head of a slot."""
-        most = max(each.groups * height for each, height in zip(slots, self.heights, strict=True))
-        self.shape = (len(slots), most, max(each.n_k for each in slots) + (no_head is not None))
+        most = max([x.groups * height for x, height in zip(slots, self.heights, strict=True)])
+        self.shape = (len(slots), most, max([x.n_k for x in slots]) + (no_head is not None))
         self.rows_of_head = longest if even else most
-        table = torch.tensor(
-            [
-                (x.first_row, x.between_heads, x.first_head, x.groups, x.n_q, x.first_key, x.n_k, x.shift, x.left, x.right)
-                for x in slots
-            ]
-        )
-        first_row, between, first_head, groups, n_q, first_key, n_k, shift, left, right = table[:, :, None].unbind(1)
+        *columns, scale, _ = zip(*slots, strict=True)
+        table = integers([*itertools.chain(*columns), *self.heights]).view(len(columns) + 1, -1, 1)
+        _, first_head, first_row, between, groups, n_q, first_key, n_k, shift, left, right, height = table.unbind()
         r, j = torch.arange(self.shape[1]), torch.arange(self.shape[2])
-        height = torch.tensor(self.heights)[:, None]
         head = r // height
         i = r - head * height
         inside = (head < groups) & (i < n_q)
@@ -209,9 +217,9 @@ class _Table:
         at_keys = torch.where(j < n_k, first_key + j, no_key)
         start, stop = i + shift - left, torch.minimum(i + shift + right + 1, n_k)
         stop.masked_fill_(~inside, 0)
-        numbers = torch.tensor([(x.scale, float(x.rows), float(x.n_k + x.sunk)) for x in slots], dtype=torch.float64)
-        of_float = [each.contiguous().view(torch.int64) for each in (start.double(), stop.double(), numbers.T)]
-        self.parts = [each.flatten() for each in (at_rows, at_keys, *of_float)]
+        numbers = bits_of([*scale, *[x.rows for x in slots], *[x.n_k + x.sunk for x in slots]])
+        self.parts = [at_rows.flatten(), at_keys.flatten()]
+        self.parts += [*(each.double().view(torch.int64).flatten() for each in (start, stop)), numbers]
         if no_head is not None:
             self.parts.append(torch.where(inside, first_head + head, no_head).flatten())
 
@@ -317,84 +325,3 @@ def sinks_of(batches: Sequence[Inputs]) -> torch.Tensor | None:
 
     every = [none(each.problem.heads) if each.sinks is None else each.sinks.to(torch.float64) for each in batches]
     return torch.cat([*every, none(1)])
-
-
-def grouped(sizes: Sequence[tuple[int, int]], chunk: int, around: int = 0) -> list[list[int]]:
-    """Return the numbers of `sizes` (rows, keys) in groups of at most `chunk` padded scores, where padding is cheap or short.
-
-    One that is larger is a group of its own. Groups of similar sizes are merged, those first that save most. `around`: scores
-    that count for a row or a key.
-    """
-    groups = dict(enumerate(_alike(sizes, chunk)))
-    price = chunk // _LAUNCHES
-    best: list[tuple[int, int, int]] = []
-
-    def offer(first: int, other: int) -> None:
-        one, two = groups[first].size, groups[other].size
-        both = one.beside(two)
-        if both.padded <= chunk and (saved := price + one.cost(around) + two.cost(around) - both.cost(around)) > 0:
-            heapq.heappush(best, (-saved, first, other))
-
-    # Full groups merge with nothing; there may be thousands.
-    for first, other in itertools.combinations([at for at, each in groups.items() if 2 * each.size.padded <= chunk], 2):
-        offer(first, other)
-    new = len(groups)
-    while best:
-        _, first, other = heapq.heappop(best)
-        if first not in groups or other not in groups:
-            continue
-        one, two = groups.pop(first), groups.pop(other)
-        groups[new] = _Group(one.size.beside(two.size), one.numbers + two.numbers)
-        if 2 * groups[new].size.padded <= chunk:
-            for each in [at for at, group in groups.items() if at != new and 2 * group.size.padded <= chunk]:
-                offer(each, new)
-        new += 1
-    return [each.numbers for each in groups.values()]
-
-
-class _Size(NamedTuple):
-    """The most rows and keys of a slot of one frame, and how many slots it has."""
-
-    rows: int
-    keys: int
-    slots: int
-
-    @property
-    def padded(self) -> int:
-        return self.rows * self.keys * self.slots
-
-    def cost(self, around: int) -> int:
-        """Return the scores that it costs as much as."""
-        return self.padded + around * (self.rows + self.keys) * self.slots
-
-    def beside(self, other: _Size) -> _Size:
-        """Return that of both in one frame."""
-        return _Size(max(self.rows, other.rows), max(self.keys, other.keys), self.slots + other.slots)
-
-
-class _Group(NamedTuple):
-    """Slots of one frame."""
-
-    size: _Size
-    numbers: list[int]
-
-
-def _alike(sizes: Sequence[tuple[int, int]], chunk: int) -> Iterator[_Group]:
-    """Yield groups of sizes that are equal up to a factor of 2, each of at most `chunk` padded scores or of one."""
-    cells: dict[tuple[int, int], list[int]] = {}
-    for number, (rows, keys) in enumerate(sizes):
-        cells.setdefault((rows.bit_length(), keys.bit_length()), []).append(number)
-    for cell in cells.values():
-        rows, keys = (max(sizes[number][side] for number in cell) for side in (0, 1))
-        at_once = max(1, chunk // max(1, rows * keys))
-        for start in range(0, len(cell), at_once):
-            numbers = cell[start : start + at_once]
-            yield _Group(_Size(rows, keys, len(numbers)), numbers)
-
-
-def sent(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return int64 tensors of the host on the device, by one copy.
-
-    It is not waited for, nor what the device does before it: the driver takes its own copy of memory that is not pinned.
-    """
-    return list(torch.cat(list(parts)).to(device, non_blocking=True).split([len(each) for each in parts]))
