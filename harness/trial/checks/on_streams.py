@@ -26,11 +26,11 @@ from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.batch import Judged, Launched
 from attnfuzz.harness.judge.contract import valid_rows
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
+from attnfuzz.harness.trial.bands import Bands, memory
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.checks.calls import alike, cloned, compared, plain
 from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.launch import copied, split
-from attnfuzz.harness.trial.poison import Bands, memory
 from attnfuzz.harness.trial.side_streams import Streams, streams_of
 from attnfuzz.kernels.contract import Built, Gradients, Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName
