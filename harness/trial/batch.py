@@ -85,7 +85,13 @@ class _PreparedBench(Bench):
     """The steps of one Case of a batch, with the numbers of the batch's inputs."""
 
     numbers: Numbers
+    before: tuple[Problem, ...] = field(default=(), kw_only=True)
+    """The Problems of the calls before the Case's own."""
     waits: ClassVar[bool] = False
+
+    def earlier(self) -> tuple[Problem, ...]:
+        """Return them, which were found for the batch's numbers."""
+        return self.before
 
     def inputs(self, problem: Problem | None = None, recipe: Recipe | None = None) -> Inputs:
         """Return the tensors, of the batch's numbers."""
@@ -185,13 +191,15 @@ class _Batch:
         """Run each Case up to the judgement of its outputs."""
         clock = Clock(self._enter)
         with clock.stage("inputs"):
-            numbers = numbers_of(self._sources(), self._device)
+            earlier = [self._earlier(case, kernel) for case, kernel in self._cases]
+            numbers = numbers_of(self._sources(earlier), self._device)
         met = set[Identity]() if self._known is None else self._known
         known = () if self._known is None else self._known
         for number, (case, kernel) in enumerate(self._cases):
             own = Clock(self._enter, {"inputs": clock.seconds["inputs"] / len(self._cases)})
             suspicions: list[Suspicion] = []
-            bench: Bench = _BatchBench(case, kernel, self._device, own, numbers, suspicions, known=known)
+            before = earlier[number]
+            bench: Bench = _BatchBench(case, kernel, self._device, own, numbers, suspicions, before=before, known=known)
             if case.check in RELATIONS:
                 # Its launches are compared at once.
                 bench = _PreparedBench(case, kernel, self._device, own, numbers, known=known)
@@ -203,12 +211,13 @@ class _Batch:
                 self._resume(run)
         self._move()
 
-    def _sources(self) -> Iterator[tuple[Problem, Recipe]]:
+    def _earlier(self, case: Case, kernel: Kernel) -> tuple[Problem, ...]:
+        return earlier_problems(kernel, case, self._device) if case.check in CALLS else ()
+
+    def _sources(self, earlier: Sequence[tuple[Problem, ...]]) -> Iterator[tuple[Problem, Recipe]]:
         """Yield what inputs are made of: those of all Cases, and of the calls before them."""
-        for case, kernel in self._cases:
-            yield case.problem, case.recipe
-            if case.check in CALLS:
-                yield from ((each, case.recipe) for each in earlier_problems(kernel, case, self._device))
+        for (case, _), problems in zip(self._cases, earlier, strict=True):
+            yield from ((each, case.recipe) for each in (case.problem, *problems))
 
     def _resume(self, run: _Run, answer: Judged | list[torch.Tensor] | None = None) -> None:
         self._at(run.number)

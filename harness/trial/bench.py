@@ -27,6 +27,7 @@ from attnfuzz.kernels.contract import BuildError, Built, Device, Inputs, Kernel,
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.relations.transfer import Move, moved
 from attnfuzz.strategies.case import Case, Recipe
+from attnfuzz.strategies.earlier_calls import earlier_problems
 
 __all__ = ["Bench", "Steps", "WentWrong", "completed"]
 
@@ -69,6 +70,10 @@ class Bench:
     """Failures whose pattern is not looked for, as in `judge`."""
     waits: ClassVar[bool] = True
     """Whether each launch is waited for, so that an error of the device is attributed to it."""
+
+    def earlier(self) -> tuple[Problem, ...]:
+        """Return the Problems of the calls before the Case's own."""
+        return earlier_problems(self.kernel, self.case, self.device)
 
     def ready(self, problem: Problem | None = None) -> Built:
         """Return the kernel compiled for `problem` (default: the Case's).

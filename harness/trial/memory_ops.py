@@ -133,7 +133,11 @@ def contiguous(
         if type(size) is not int or size <= 0:
             return None
         count *= size
-    return Form(shape, steps[::-1] if strides is None else strides, dtype, device, count) if count < _MOST else None
+    if count >= _MOST:
+        return None
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return Form(shape, steps[::-1] if strides is None else strides, dtype, device, count)
 
 
 def written(writes: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

@@ -27,7 +27,6 @@ from attnfuzz.kernels.contract import Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.relations.transfer import Move
 from attnfuzz.strategies.case import CALLS, Check
-from attnfuzz.strategies.earlier_calls import earlier_problems
 
 __all__ = ["CALL_CHECKS", "alike", "cloned", "compared", "plain"]
 
@@ -36,7 +35,7 @@ def after_other_calls(bench: Bench) -> Steps:
     """Run the calls of the Case's check, its own last; judge that, and compare it with the first equal call."""
     problem, first, kept = bench.case.problem, None, None
     held = []
-    for earlier in earlier_problems(bench.kernel, bench.case, bench.device):
+    for earlier in bench.earlier():
         held.append(Bands())
         outputs = _earlier(bench, earlier, held[-1])
         if earlier == problem and first is None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.judge import judge as judging
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial import batch, reading
+from attnfuzz.harness.trial import batch, bench, reading
 from attnfuzz.harness.trial.batch import _BatchBench, run_batch
 from attnfuzz.harness.trial.errors import BatchLost
 from attnfuzz.harness.trial.inputs import materialise, numbers_of
@@ -345,6 +345,24 @@ def test_a_fault_that_depends_on_the_call_before_is_found(known: Callable[[Subje
     subject.calls.clear()
     verdicts = run_batch(cases, "cpu")
     assert [each.status for each in verdicts] == ["pass", "pass", "fail", "pass", "pass", "fail"]
+    assert plain(verdicts) == alone(cases)
+
+
+def test_the_calls_before_a_case_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a kernel takes other Problems is asked of each."""
+    asked = []
+    plain_one = batch.earlier_problems
+
+    def noted(kernel: Any, case: Case, device: Any) -> tuple[Problem, ...]:
+        asked.append(case.check)
+        return plain_one(kernel, case, device)
+
+    for module in (batch, bench):
+        monkeypatch.setattr(module, "earlier_problems", noted)
+    checks: tuple[Check, ...] = ("oracle", "twice", "other_scale")
+    cases = [Case(kernel="torch.reference_cpu", problem=PROBLEM, check=each) for each in checks]
+    verdicts = run_batch(cases, "cpu")
+    assert asked == ["twice", "other_scale"]
     assert plain(verdicts) == alone(cases)
 
 

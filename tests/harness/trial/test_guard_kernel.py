@@ -14,8 +14,9 @@ from support.fused_c import Compiled, generated
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnfuzz.harness.trial import bands as bands_code
-from attnfuzz.harness.trial.bands import Bands
+from attnfuzz.harness.trial.bands import Bands, Form
 from attnfuzz.harness.trial.guard_kernel import Pieces, doubled
+from attnfuzz.harness.trial.memory_ops import form_of_new
 from attnfuzz.harness.trial.poison import POISON, PoisonEmpty
 from attnfuzz.harness.trial.slack import Slack
 from attnfuzz.harness.trial.writes import Writes
@@ -343,6 +344,14 @@ def test_a_new_tensor_lies_as_torch_makes_it(compiled: Compiled, made: str) -> N
 def test_a_size_that_torch_refuses_is_refused_by_torch(compiled: Compiled, of: Callable[[], torch.Tensor], message: str) -> None:
     with generated(compiled), PoisonEmpty(Bands()), pytest.raises(RuntimeError, match=message):
         of()
+
+
+def test_a_device_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch goes to the current stream of the device that is named."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    settings = {"dtype": torch.float16, "device": torch.device("cuda"), "pin_memory": False}
+    form = form_of_new(torch.ops.aten.empty.memory_format, ([3, 4],), settings)
+    assert form == Form([3, 4], [4, 1], torch.float16, torch.device("cuda", 1), 12)
 
 
 def test_a_new_tensor_is_allocated_once(compiled: Compiled) -> None:
