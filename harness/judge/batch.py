@@ -217,7 +217,7 @@ def _judged(
                 beyond.append(at)
             if figures is not None:
                 figures = _with_statistics(each.inputs.problem, figures, sizes_of, statistics, generic.get(at))
-            captured = _captured(each.inputs.problem, of_sinks[_OF_SINKS * at :][:_OF_SINKS])
+            captured = _captured(each.inputs.problem, _part(of_sinks, 0, 0, at, _OF_SINKS))
             judgement = None
             if figures and captured is not None:
                 judgement = Judged(Verdict(status="pass", figures=figures, captured=captured), _OfCase(batch, truths, at))
@@ -247,7 +247,7 @@ def _values(outputs: list[torch.Tensor], name: OutputName, batch: BatchTruth) ->
     """Return the kernel's values of one output, in the order of the truth, float64."""
     slots = batch.slots
     index = slots.lse if name == "lse" else slots.rows if name in BY_QUERY else slots.keys
-    values = torch.cat([x.detach().reshape(-1, 1 if name == "lse" else x.shape[-1]) for x in outputs])
+    values = torch.cat([x.reshape(-1, 1 if name == "lse" else x.shape[-1]) for x in outputs])
     return values.index_select(0, index).to(torch.float64)
 
 
@@ -311,7 +311,7 @@ def _of_sinks(batch: BatchTruth, launched: Sequence[Launched]) -> torch.Tensor:
     expected, m = batch.sinks
     # Heads without sinks have no error.
     parts = [each.outputs.d_captured[0] if of_sinks else None for each, of_sinks in zip(launched, taken, strict=True)]
-    got = torch.cat([expected[starts[at] : starts[at + 1]] if x is None else x.detach().double() for at, x in enumerate(parts)])
+    got = torch.cat([expected[starts[at] : starts[at + 1]] if x is None else x for at, x in enumerate(parts)]).double()
     size = expected.abs() + m.nan_to_num(posinf=0.0)
     unit = half_ulp(size, _SINGLE)
     in_half = [x is not None and x.dtype != torch.float32 for x in parts]
@@ -335,7 +335,8 @@ def _captured(problem: Problem, numbers: Sequence[float]) -> dict[str, Figures] 
 
 
 def _part(numbers: list[float], cases: int, output: int, case: int, width: int) -> list[float]:
-    return numbers[(output * cases + case) * width :][:width]
+    start = (output * cases + case) * width
+    return numbers[start : start + width]
 
 
 def _of_case(batch: BatchTruth, truths: dict[OutputName, Truth], at: int) -> dict[OutputName, Truth]:

@@ -319,7 +319,10 @@ def _seen(
         u = rounding.form.u
         delta += torch.minimum(u * size, random + u * s.abs()) + flushed
     if modifiers.none:
-        return _sunk(placed, _Seen(s, s, delta, visible), visible)
+        if placed.sinks is not None:
+            is_sink = torch.arange(s.shape[-1], device=s.device) == s.shape[-1] - 1
+            s, delta = formulas.with_sinks(s, delta, visible, placed.sinks, is_sink)
+        return _Seen(s, s, delta, visible)
     shown = visible
     leaves, doubtful, changed = placed.leaves(), None, None
     if (unmasked := modifiers.unmasked(leaves)) is not None:
@@ -334,7 +337,7 @@ def _seen(
 
 
 def _sunk(placed: Placement, seen: _Seen, shown: torch.Tensor) -> _Seen:
-    """Make the last key the sink, where there are any: no modifier changes it, and its error is 4 eps |sink|.
+    """Make the last key the sink beside modifiers, where there are any: none changes it, and its error is 4 eps |sink|.
 
     `shown`: which keys a row sees before mask_mod hides some.
     """

@@ -17,7 +17,7 @@ from attnfuzz.oracles.fused import fused
 __all__ = [
     "LAMBDA", "TIES", "accumulated", "difference", "exponentials", "leading", "least", "limited", "lost", "lse_budget",
     "o_budget", "of_keys", "of_partials", "of_split_lse", "of_values", "probabilities", "row_sums", "scaled_scores",
-    "split_errors", "spread_of", "steps_of", "sum_budget", "unrounded_p", "visible_scores",
+    "split_errors", "spread_of", "steps_of", "sum_budget", "unrounded_p", "visible_scores", "with_sinks",
 ]  # fmt: skip
 
 LAMBDA, TIES = 6.0, 4.0
@@ -53,6 +53,14 @@ def visible_scores(
     s = product * scale
     delta = s.abs().mul_(of_s).add_(size * of_size)
     return s.masked_fill(~visible, -torch.inf), delta
+
+
+@fused
+def with_sinks(
+    s: torch.Tensor, delta: torch.Tensor, visible: torch.Tensor, sinks: torch.Tensor, is_sink: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return s, -inf where not `visible`, and delta, where a key `is_sink`: its score, and an error of 4 eps |sink|."""
+    return torch.where(visible & is_sink, sinks, s), torch.where(is_sink, sinks.abs() * (4 * EPS), delta)
 
 
 @fused

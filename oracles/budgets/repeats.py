@@ -13,6 +13,7 @@ from attnfuzz.oracles.budgets.roundings import direction, near, neighbours
 from attnfuzz.oracles.budgets.score_gradient import Gradients
 from attnfuzz.oracles.formats import LAST_BITS, Format, half_ulp
 from attnfuzz.oracles.frames import Placed
+from attnfuzz.oracles.fused import fused
 
 __all__ = ["SAMPLED", "Generic", "Repeats", "anywhere", "generic", "repeated", "sums_of_rows"]
 
@@ -111,7 +112,7 @@ def repeated(form: Format, sample: torch.Tensor) -> torch.Tensor:
 
     `sample (values, parts, rows, terms)`; the result has one number a part.
     """
-    weight = _rounding2(form, sample)
+    weight = _rounding2(sample, form)
     counted = (neighbours(sample, form.u / _WINDOW) * weight).sum((-2, -1)) / weight.sum((-2, -1)).clamp_(min=_NOTHING)
     return counted.amax(0)
 
@@ -122,7 +123,7 @@ def anywhere(form: Format, sample: torch.Tensor) -> torch.Tensor:
     `sample (parts, rows, keys)`; the result has one number a part.
     """
     sample = sample.flatten(1)
-    weight = _rounding2(form, sample)
+    weight = _rounding2(sample, form)
     return (neighbours(sample, form.u * 2.0**-14) * weight).sum(-1) / weight.sum(-1).clamp_(min=_NOTHING)
 
 
@@ -135,7 +136,8 @@ def _doubtful_leads(t: Scores) -> torch.Tensor:
     return ((t.p > 0.5 * (1 + LAST_BITS)) & (t.delta >= 4 * t.form.u)).any(-1).sum(-1)
 
 
-def _rounding2(form: Format, x: torch.Tensor) -> torch.Tensor:
+@fused
+def _rounding2(x: torch.Tensor, form: Format) -> torch.Tensor:
     """Return the square of each rounding to the dtype: values that need no rounding, such as P = 1 and P = 1/2, add no error."""
     unit = 2 * half_ulp(x, form)
     return torch.round(x / unit).mul_(unit).sub_(x).square_()

@@ -12,6 +12,7 @@ import torch
 
 from attnfuzz.oracles.formats import TF32, Format, half_ulp_of_sum
 from attnfuzz.oracles.frames import Steps
+from attnfuzz.oracles.fused import fused
 
 __all__ = ["VARIANCE", "Rounding", "direction", "near", "neighbours"]
 
@@ -71,14 +72,24 @@ def neighbours(x: torch.Tensor, window: Steps, least: Steps = 0.0) -> torch.Tens
     Values that repeat are rounded alike, so that their errors add up and do not average out. `least`: a lower bound on the
     distance, for values whose units do not shrink with them.
     """
-    return near(x, (window * x.abs()).clamp_(min=least))
+    return _counted(x, *_around(x, window, least))
 
 
 def near(x: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
     """Count the entries of the last dimension within `distance` of each x; float64, at least 1."""
+    return _counted(x, x - distance, x + distance)
+
+
+@fused
+def _around(x: torch.Tensor, window: Steps, least: Steps) -> tuple[torch.Tensor, torch.Tensor]:
+    distance = (window * x.abs()).clamp_(min=least)
+    return x - distance, x + distance
+
+
+def _counted(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     ordered = x.sort(-1)[0].contiguous()
-    above = torch.searchsorted(ordered, (x + distance).contiguous(), right=True)
-    below = torch.searchsorted(ordered, (x - distance).contiguous())
+    above = torch.searchsorted(ordered, high.contiguous(), right=True)
+    below = torch.searchsorted(ordered, low.contiguous())
     return (above - below).to(torch.float64).clamp_(min=1)
 
 

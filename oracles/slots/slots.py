@@ -320,8 +320,7 @@ def sinks_of(batches: Sequence[Inputs]) -> torch.Tensor | None:
     if not any(each.problem.sinks for each in batches):
         return None
 
-    def none(heads: int) -> torch.Tensor:
-        return torch.full((heads,), -torch.inf, dtype=torch.float64, device=batches[0].q.device)
-
-    every = [none(each.problem.heads) if each.sinks is None else each.sinks.to(torch.float64) for each in batches]
-    return torch.cat([*every, none(1)])
+    most = max(each.problem.heads for each in batches)
+    none = torch.full((most,), -torch.inf, dtype=torch.float64, device=batches[0].q.device)
+    # What is of another dtype becomes float64 beside `none`.
+    return torch.cat([*(none[: each.problem.heads] if each.sinks is None else each.sinks for each in batches), none[:1]])
