@@ -27,11 +27,13 @@ __all__ = ["Limits", "cases", "cases_by_compile_key"]
 _Pairs = tuple[tuple[int, int], ...]
 _SPLIT_TILES = 3
 """Tiles of a Case whose keys are divided into parts, as a multiple of the limit: several blocks of keys take that many."""
+_GROUPED_TILES = 2
+"""Heads of grouped queries, as a multiple of the limit on tiles."""
 _SINK_VALUES = st.sampled_from(("moderate", "moderate", *SINK_VALUES))
 _FEW_QUERIES = st.sampled_from((1, 1, 2, 4))
 _BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))
-_SINKS = st.sampled_from((False, False, False, True))
-"""Few, as Cases with sinks are judged one by one."""
+_SINKS, _SINKS_OF_FIRST = st.sampled_from((False, False, False, True)), st.booleans()
+"""Few, as Cases with sinks are judged one by one; many of the variant whose code for sinks is compiled early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,9 @@ class Limits:
     """Sum over heads and sequences of (query tiles x key tiles)."""
     scores: int | None = None
     """Scores of all these tiles, where fewer of a Config's tiles have as many: what a Case costs on a CPU. None: no limit."""
+    grouped: int = 0
+    """Heads that grouped queries may have where there are fewer tiles, at most two for each tile: several groups of three are six
+    heads."""
 
     def tiles_of(self, config: Config) -> int:
         """Return the limit on tiles for this Config, at least 1."""
@@ -96,7 +101,8 @@ class _Parts:
 
     def __init__(self, kernel: Kernel, limits: Limits, variants: tuple[Variant, ...], *, compiled: bool) -> None:
         self.name, self.can, self.limits = kernel.name, kernel.capabilities, limits
-        self._compiled = compiled
+        self.first = variants[0] if compiled else None
+        """The variant that is compiled first; None: nothing is compiled."""
         self._problems: dict[int, Problem] = {}
         blocky = () if self.can.shapes else _with_room(variants, limits)
         self.has_blocks = bool(blocky)
@@ -112,8 +118,11 @@ class _Parts:
         return f"<{self.name}>"
 
     def may_have_sinks(self, variant: Variant) -> bool:
-        """Whether Cases of this variant may have sinks: where that is compiled, every other one's, which then has both codes."""
-        return self.can.sinks and not (self._compiled and _number(variant) % 2)
+        """Whether Cases of this variant may have sinks.
+
+        Where that is compiled, the first one's, and every other one's, which then has both codes.
+        """
+        return self.can.sinks and not (self.first is not None and variant != self.first and _number(variant) % 2)
 
     def problem(self, variant: Variant) -> Problem:
         """Return the smallest Problem of one of the variants."""
@@ -143,7 +152,7 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
         variants = parts.of_full_blocks if draw(_BOOLEANS) else parts.of_blocks
     variant = draw(variants)
     # Early: the last choices of a draw are the ones that Hypothesis leaves simplest most often.
-    recipe = draw(recipes(variant.dtype))
+    recipe = draw(recipes(variant.dtype, masked=variant.causal is not None))
     if recipe.pattern == "large_products" and not can.scale_given:
         recipe = replace(recipe, pattern="large_logits")
     packing = draw(parts.packing)
@@ -166,7 +175,7 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
     blocks = _blocks(variant, pairs[0]) if of_blocks or split else None
     changed = draw(modifiers(can, blocks)) if variant.modifiers is None else variant.modifiers
     dlse = draw(_DLSE) if can.dlse else False
-    sinks = parts.may_have_sinks(variant) and draw(_SINKS)
+    sinks = parts.may_have_sinks(variant) and draw(_SINKS_OF_FIRST if variant == parts.first else _SINKS)
     if sinks:
         recipe = replace(recipe, sinks=draw(_SINK_VALUES))
     slack = _slack(room.tile_m if can.slack else None)
@@ -203,7 +212,8 @@ def _lengths(
         return limits.room(variant, heads_q, tiles), kv_heads, ((n_q, n_k),) * batch
     # Few heads leave room for several blocks of each.
     most = draw(_FEW_HEADS if of_blocks or split else parts.most_heads)
-    heads_q, kv_heads = draw(heads(can, min(most, limits.heads, tiles)))
+    grouped = min(limits.grouped, limits.heads, _GROUPED_TILES * tiles) if most == limits.heads else 0
+    heads_q, kv_heads = draw(heads(can, min(most, limits.heads, tiles), grouped))
     room = limits.room(variant, heads_q, tiles * (_SPLIT_TILES if split else 1))
     if of_blocks or split:
         block, of_keys = variant.config.integer("block"), 2 if split else 1

@@ -46,6 +46,7 @@ from attnfuzz.kernels.expressions.tree import (
     exp,
     load,
     negated,
+    parse,
     sigmoid,
     tanh,
     to_data,
@@ -57,7 +58,7 @@ from attnfuzz.kernels.expressions.tree import (
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.lengths import weighted
 
-__all__ = ["Blocks", "Chosen", "chosen", "hides_first_keys", "hiding_tile", "masks", "modifiers", "pooled", "scores"]
+__all__ = ["Blocks", "Chosen", "chosen", "hides_first_keys", "hiding_tile", "kinds_of", "masks", "modifiers", "pooled", "scores"]
 
 Chosen = tuple[tuple[str, Any], ...]
 """Fields of a Problem: ("score_mod", data), ("softcap", 20.0) and so on; empty for none."""
@@ -73,6 +74,8 @@ _FIRST_KEYS = (32, 64, 33, 65, 128)
 _HIDING_TILES = (-1e38, -65504.0, -1e38, -1e9)
 """What is added to their scores: half of the time so large a number that where two products of it are rounded apart, exp of the
 difference overflows; what it leaves of smaller ones is lost in the first visible tile."""
+_SLOPES: st.SearchStrategy[Expression] = st.sampled_from((H, B, H + B, H + B)).map(lambda of: S + to_float(KV * of) * 0.03125)
+"""Added slopes that differ by head, by sequence, or by both."""
 _REMEMBERED = 4096
 """Strategies kept for the blocks of one process."""
 
@@ -193,10 +196,9 @@ def _masks_of_blocks(reads: bool, size: int, edges: tuple[int, ...]) -> st.Searc
 
 def _of_places(takes: _Takes) -> st.SearchStrategy[Expression]:
     """Return a strategy of score_mods that differ by head, sequence or position."""
-    slope = st.sampled_from((H, B, H + B, H + B)).map(lambda of: S + to_float(KV * of) * 0.03125)
     if not takes.captured:
-        return slope
-    return weighted((2, slope), (1, _captured(takes.captured_gradients).map(lambda x: S + x)))
+        return _SLOPES
+    return weighted((2, _SLOPES), (1, _captured(takes.captured_gradients).map(lambda x: S + x)))
 
 
 def chosen(values: dict[str, Any]) -> Chosen:
@@ -207,7 +209,7 @@ def chosen(values: dict[str, Any]) -> Chosen:
 def pooled(can: Capabilities, count: int, seed: int) -> tuple[Chosen, ...]:
     """Choose `count` of four times as many that are drawn by `seed`, none first: for devices where each needs its own compile.
 
-    Every other one is the next that was drawn, the others those whose kinds (`_kinds`) the ones before have least.
+    Every other one is the next that was drawn, the others those whose kinds (`kinds_of`) the ones before have least.
     """
     offered: dict[Chosen, None] = {(): None}
 
@@ -216,28 +218,36 @@ def pooled(can: Capabilities, count: int, seed: int) -> tuple[Chosen, ...]:
         return len(offered) > 4 * count
 
     draw_values(modifiers(can), collect, seed=seed, examples=20 * count)
-    kinds_of = {each: _kinds(each) for each in offered}
+    all_kinds = {each: kinds_of(each) for each in offered}
     left, met, pool = list(offered)[1:], Counter[object](), list[Chosen](((),))
     while left and len(pool) < count:
-        rare = max(left, key=lambda each: sum(1 / (1 + met[kind]) for kind in kinds_of[each]) / len(kinds_of[each]))
+        rare = max(left, key=lambda each: sum(1 / (1 + met[kind]) for kind in all_kinds[each]) / len(all_kinds[each]))
         best = rare if len(pool) % 2 else left[0]
         left.remove(best)
         pool.append(best)
-        met.update(kinds_of[best])
+        met.update(all_kinds[best])
     return tuple(pool)
 
 
-def _kinds(chosen: Chosen) -> list[object]:
-    """Return what a choice of modifiers has: its fields, one alone, limited sides of a window, hidden first keys."""
+def kinds_of(chosen: Chosen) -> list[object]:
+    """Return what a choice of modifiers has: fields, what these read, one alone, limited sides of a window, hidden first keys."""
     kinds: list[object] = [name for name, _ in chosen]
     if len(chosen) == 1:
         kinds.append(("alone", chosen[0][0]))
     for name, value in chosen:
         if name == "window":
             kinds += [(side, None if width is None else width > 0) for side, width in zip(("left", "right"), value, strict=True)]
-        elif name == "score_mod" and _first_keys(value, _HIDING_TILES[:1]):
+        elif name in ("score_mod", "mask_mod"):
+            kinds += [(name, read) for read in _reads(value)]
+        if name == "score_mod" and _first_keys(value, _HIDING_TILES[:1]):
             kinds.append("first keys")
     return kinds
+
+
+def _reads(data: Any) -> tuple[str, ...]:
+    """Return what a score's modifier depends on, of its sequence, its head and captured tensors."""
+    ops = {each.op for each in parse(data).walk()}
+    return tuple(each for each in ("b", "h", "load") if each in ops)
 
 
 def hides_first_keys(chosen: Chosen) -> bool:
@@ -295,7 +305,7 @@ def scores(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
     rest = st.sampled_from(_FIRST_KEYS).map(lambda first: whole(first) <= KV)
     hiding = weighted((1, _hiding(masks(reads, depth=1), _HIDING)), (1, _hiding(rest, _HIDING_TILES)))
     factor = st.sampled_from(_FACTORS).map(lambda factor: S * factor)
-    return st.one_of(factor, named, *parametric, hiding, _random(reads, gradients))
+    return st.one_of(factor, named, *parametric, hiding, _SLOPES, _random(reads, gradients))
 
 
 def _hiding(shown: st.SearchStrategy[Expression], numbers: tuple[float, ...]) -> st.SearchStrategy[Expression]:

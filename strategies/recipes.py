@@ -16,6 +16,8 @@ _SEEDS = st.integers(0, 2**16 - 1)
 _WEIGHTS: dict[Pattern, int] = {"normal": 14, "negative": 3, "below_sentinels": 6, "large_products": 4}
 # In float16 dS often overflows with these two, so that dQ and dK are not judged.
 _WEIGHTS_HALF: dict[Pattern, int] = {**_WEIGHTS, "near_overflow": 1, "huge_logits": 1}
+# A key that should be hidden, and is not or counts as a score of 0, shows most beside scores far below 0.
+_WEIGHTS_MASKED: dict[Pattern, int] = {"negative": 8, "below_sentinels": 8}
 _MODERATE = st.sampled_from((1.0, 1.0, 1.0, 1.0, 0.25, 0.5, 2.0, 4.0))
 _LARGE = st.sampled_from((1.0, 1.0, 1.0, 0.0625, 4.0, 16.0))
 _GRADIENT = st.sampled_from((1.0, 1.0, 1.0, 0.00390625, 0.25, 4.0, 16.0))
@@ -23,15 +25,18 @@ _PLAIN = st.just(1.0)
 
 
 @functools.cache
-def recipes(dtype: Dtype) -> st.SearchStrategy[Recipe]:
-    """Return the strategy of Recipes for `dtype`, simplest first, with magnitudes for which scores and gradients fit it."""
-    return _recipes(dtype)
+def recipes(dtype: Dtype, *, masked: bool = False) -> st.SearchStrategy[Recipe]:
+    """Return the strategy of Recipes for `dtype`, simplest first, with magnitudes for which scores and gradients fit it.
+
+    `masked`: for Cases with a causal mask.
+    """
+    return _recipes(dtype, masked)
 
 
 @st.composite
-def _recipes(draw: st.DrawFn, dtype: Dtype) -> Recipe:
+def _recipes(draw: st.DrawFn, dtype: Dtype, masked: bool) -> Recipe:
     half = dtype == "float16"
-    pattern = draw(_patterns(half))
+    pattern = draw(_patterns(half, masked))
     # A larger scale would clamp all of V to the dtype's largest number.
     at_the_limit = half and pattern == "near_overflow"
     products = _PLAIN if pattern in ("below_sentinels", "large_products") else _MODERATE
@@ -46,6 +51,6 @@ def _recipes(draw: st.DrawFn, dtype: Dtype) -> Recipe:
 
 
 @functools.cache
-def _patterns(half: bool) -> st.SearchStrategy[Pattern]:
-    weights = _WEIGHTS_HALF if half else _WEIGHTS
+def _patterns(half: bool, masked: bool) -> st.SearchStrategy[Pattern]:
+    weights = (_WEIGHTS_HALF if half else _WEIGHTS) | (_WEIGHTS_MASKED if masked else {})
     return st.sampled_from([each for each in PATTERNS for _ in range(weights.get(each, 2))])

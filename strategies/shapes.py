@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields
 from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Needs, Problem
 from attnfuzz.strategies.case import DEFAULT_TILE, Pattern
-from attnfuzz.strategies.modifiers import Chosen, hides_first_keys, hiding_tile, pooled
+from attnfuzz.strategies.modifiers import Chosen, hides_first_keys, hiding_tile, kinds_of, pooled
 
 __all__ = [
     "MODIFIED",
@@ -40,8 +40,13 @@ _KEY = _PARTS[:-1]
 _CONFIG_FIRST = ("config", *(part for part in _PARTS if part != "config"))
 _BOOLEANS = st.booleans()
 _POWERS = (16, 32, 64, 128, 256)
-_ATTEMPTS = 20
+_ATTEMPTS = 40
+"""Draws for each variant of other dims: few are of two rare kinds at once."""
 _WITH_NEIGHBOURS = 8
+_SMALL = 64 * 64
+"""Scores of a small tile."""
+_THIRD = 2
+"""The place, from 0, at which variants with rare dims are compiled at the latest."""
 _VECTOR = 8
 """Elements of half precision in 16 bytes, which code loads and stores at once."""
 _STEP, _WIDE = 32, 128
@@ -109,19 +114,41 @@ def other_dims(kernel: Kernel, device: Device, seed: int, count: int) -> tuple[V
     """Return up to `count` variants, chosen by `seed`, with dims that `kernel` takes but does not list: by its `dim_multiple`.
 
     Half of the dims are at a power of two or next to it. dtypes and masks are those that it declares, in turn. One variant at
-    least has no dims that are multiples of 8, if the kernel takes such: vectors of 16 bytes do not divide its rows.
+    least has no dims that are multiples of 8, and one a V beyond 128 columns, if the kernel takes such: vectors of 16 bytes do
+    not divide the rows of the one, and kernels often take those of the other by parts. A single variant is both.
     """
     can = kernel.capabilities
-    step = can.dim_multiple
-    if not step or can.dim_max < step:
+    if not can.dim_multiple or can.dim_max < can.dim_multiple:
         return ()
+    lacking = {of for of, possible in ((_uneven, can.dim_multiple % _VECTOR), (_wide, can.dim_max > _WIDE)) if possible}
+    others: list[Variant] = []
+    spare: list[Variant] = []
+    for variant in _of_other_dims(kernel, device, seed, count):
+        if len(others) >= count:
+            break
+        met = {of for of in lacking if of(variant)}
+        if variant in others or variant in spare:
+            continue
+        # Each of the variants after it can be of one kind that is lacking.
+        if len(lacking - met) < count - len(others):
+            others.append(variant)
+            lacking -= met
+        else:
+            spare.append(variant)
+    spare.sort(key=lambda each: sum(not of(each) for of in lacking))
+    return (*others, *spare[: count - len(others)])
+
+
+def _of_other_dims(kernel: Kernel, device: Device, seed: int, count: int) -> Iterator[Variant]:
+    """Yield variants as `other_dims` draws them, `_ATTEMPTS` for each that is wanted at most."""
+    can = kernel.capabilities
+    step = can.dim_multiple
+    assert step
     numbers = random.Random(f"dims:{seed}")
     near = sorted({at for power in _POWERS for at in (power - step, power, power + step) if step <= at <= can.dim_max})
     near = [each - each % step for each in near if each >= step] or [step]
     kinds = [(dtype, causal) for dtype in can.dtypes_for(device) for causal in can.causal]
     numbers.shuffle(kinds)
-    others: dict[Variant, None] = {}
-    spare: Variant | None = None
     for attempt in range(_ATTEMPTS * count if kinds else 0):
         # Two attempts each: the second with equal dims, as some kernels need them.
         dtype, causal = kinds[attempt // 2 % len(kinds)]
@@ -134,21 +161,16 @@ def other_dims(kernel: Kernel, device: Device, seed: int, count: int) -> tuple[V
         configs = [] if dims in can.dims else kernel.configs(probe)
         for config in numbers.sample(list(configs), len(configs)):
             if kernel.supports(probe, config, device) is None:
-                variant = Variant(dtype, causal, (dims[0], dims[1]), config)
-                if len(others) < count - 1 or not step % _VECTOR or any(map(_uneven, (*others, variant))):
-                    others[variant] = None
-                elif variant not in others:
-                    spare = spare or variant
+                yield Variant(dtype, causal, (dims[0], dims[1]), config)
                 break
-        if len(others) >= count:
-            break
-    if spare is not None and len(others) < count:
-        others[spare] = None
-    return tuple(others)
 
 
 def _uneven(variant: Variant) -> bool:
     return all(dim % _VECTOR for dim in variant.dims)
+
+
+def _wide(variant: Variant) -> bool:
+    return variant.dims[1] > _WIDE
 
 
 def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: int, most: int = MODIFIED) -> tuple[Variant, ...]:
@@ -191,7 +213,7 @@ def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, .
     if count >= len(variants):
         return variants
     near = _neighbours(variants, seed)[: count // 4 if count >= _WITH_NEIGHBOURS else 0]
-    values = _values if count < _WITH_NEIGHBOURS else _values_and_widths
+    values = _values_of_few if count < _WITH_NEIGHBOURS else _values_and_widths
     chosen = {each for each, _ in islice(_spread(variants, seed, values, near), count)}
     return tuple(each for each in variants if each in chosen)
 
@@ -200,8 +222,15 @@ def compile_order(variants: Sequence[Variant]) -> tuple[Variant, ...]:
     """Return the variants, the first in its place, in an order in which each covers most values that those before it do not.
 
     For compiles: trials begin with what is compiled first, and what all of it has in common, such as equal dims, stays untried.
+    Variants with uneven dims and with a wide V are few, and bugs of such rows show with nothing else: the third is one at latest.
     """
-    return tuple(each for each, _ in _spread(variants, 0, _values_and_modifiers)) if variants else ()
+    order = [each for each, _ in _spread(variants, 0, _values_and_modifiers)] if variants else []
+    for rare in (_uneven, _wide):
+        late = next(filter(rare, order), None)
+        if late is not None and order.index(late) > _THIRD:
+            order.remove(late)
+            order.insert(_THIRD, late)
+    return tuple(order)
 
 
 def covering(variants: Sequence[Variant]) -> tuple[Variant, ...]:
@@ -226,15 +255,17 @@ def _spread(
 ) -> Iterator[tuple[Variant, int]]:
     """Yield all variants with the number of values that each is the first to cover: the first, `then`, then most first."""
     left = dict.fromkeys([variants[0], *random.Random(f"pool:{seed}").sample(list(variants), len(variants))])
+    # By identity: to hash a variant, and to make its values, takes longer than to compare them.
+    values_of = {id(each): frozenset(values(each)) for each in left}
     best, covered, waiting = variants[0], set[object](), list(then)
     while True:
-        new = set(values(best)) - covered
+        new = frozenset(values(best)) - covered
         yield best, len(new)
         del left[best]
         if not left:
             return
         covered |= new
-        best = waiting.pop(0) if waiting else max(left, key=lambda each: len(set(values(each)) - covered))
+        best = waiting.pop(0) if waiting else max(left, key=lambda each: len(values_of[id(each)] - covered))
 
 
 def _values(variant: Variant) -> Iterable[tuple[str, object]]:
@@ -250,6 +281,13 @@ def _values(variant: Variant) -> Iterable[tuple[str, object]]:
     yield "longer side", _sign(variant.config.tile("tile_m", 0) - variant.config.tile("tile_n", 0))
 
 
+def _values_of_few(variant: Variant) -> Iterable[tuple[str, object]]:
+    yield from _values(variant)
+    # Most Cases of a CPU have small tiles, and room for several of them only there.
+    if _scores_of_tile(variant) <= _SMALL:
+        yield "mask of small tiles", variant.causal
+
+
 def _values_and_widths(variant: Variant) -> Iterable[tuple[str, object]]:
     yield from _values(variant)
     # Kernels often take wide rows by parts. Few variants are better spent otherwise.
@@ -259,7 +297,7 @@ def _values_and_widths(variant: Variant) -> Iterable[tuple[str, object]]:
 def _values_and_modifiers(variant: Variant) -> Iterable[tuple[str, object]]:
     yield from _values_and_widths(variant)
     if variant.modifiers is not None:
-        yield "modifiers", tuple(name for name, _ in variant.modifiers)
+        yield from (("modifiers", kind) for kind in kinds_of(variant.modifiers))
 
 
 def _sign(number: int) -> int:
@@ -329,22 +367,33 @@ def _one_variant(draw: st.DrawFn, tree: _Tree, by_config: _Tree) -> Variant:
     return (by_config if draw(_BOOLEANS) else tree).draw(draw)
 
 
-def heads(can: Capabilities, most: int) -> st.SearchStrategy[tuple[int, int]]:
-    """Return a strategy of (heads, kv_heads) with up to `most` query heads: MHA, MQA and GQA equally often, fewest first."""
-    return _heads(can.groups or _GROUPS, most if can.heads_max is None else min(most, can.heads_max))
+def heads(can: Capabilities, most: int, most_grouped: int = 0) -> st.SearchStrategy[tuple[int, int]]:
+    """Return a strategy of (heads, kv_heads) with up to `most` query heads: MHA, MQA and GQA equally often, fewest first.
+
+    GQA has up to `most_grouped` where that is more: the fewest heads of several groups of three are six. Groups that are no power
+    of two are drawn twice as often there, since code for packed heads depends on that.
+    """
+    most, most_grouped = (each if can.heads_max is None else min(each, can.heads_max) for each in (most, most_grouped))
+    return _heads(can.groups or _GROUPS, most, most_grouped)
 
 
 @functools.cache
-def _heads(of_kernel: tuple[int, ...], most: int) -> st.SearchStrategy[tuple[int, int]]:
+def _heads(of_kernel: tuple[int, ...], most: int, most_grouped: int) -> st.SearchStrategy[tuple[int, int]]:
     groups = [g for g in of_kernel if g <= most] or [min(of_kernel)]
     most = max(most, groups[0])
     pairs = sorted((g * kv, kv) for g in groups for kv in range(1, most // g + 1))
+    grouped = sorted((g * kv, kv) for g in of_kernel if g > 1 for kv in range(2, max(most, most_grouped) // g + 1))
     kinds = (
         [pair for pair in pairs if pair[0] == pair[1]],
         [pair for pair in pairs if pair[0] > pair[1] == 1],
-        [pair for pair in pairs if pair[0] > pair[1] > 1],
+        [pair for pair in grouped for _ in range(2 if _odd(pair[0] // pair[1]) else 1)],
     )
     return st.one_of([st.sampled_from(kind) for kind in kinds if kind])
+
+
+def _odd(groups: int) -> bool:
+    """Whether a number of groups is no power of two."""
+    return groups & (groups - 1) != 0
 
 
 def scales(can: Capabilities, pattern: Pattern = "normal") -> st.SearchStrategy[float | None]:

@@ -118,14 +118,16 @@ def _of_small_tiles(variants: tuple[Variant, ...], device: Device) -> tuple[Vari
 def _within(largest: Limits, size: _Size, device: Device, *, blocks: bool) -> Limits:
     """Return the limits of Cases of a size; on a CPU several blocks of a mask take all the tiles there are."""
     tiles = largest.tiles if blocks and device == "cpu" else size.tiles
-    return dataclasses.replace(largest, length=min(largest.length, size.length), tiles=min(largest.tiles, tiles))
+    grouped = min(largest.heads, largest.tiles)
+    return dataclasses.replace(largest, length=min(largest.length, size.length), tiles=min(largest.tiles, tiles), grouped=grouped)
 
 
 @st.composite
 def _trials(draw: st.DrawFn, sizes: _Sizes) -> Case:
     """Draw a Case of one of the sizes, the smallest first."""
     kind, share = draw(_KIND), draw(_SHARE)
-    if kind >= sizes.first_relation and (strategy := sizes.for_relations[share].related) is not None:
+    relates = kind >= sizes.first_relation and not (sizes.few_plain and share % 2)
+    if relates and (strategy := sizes.for_relations[share].related) is not None:
         return draw(strategy)
     if kind == sizes.of_protocol:
         return replace(draw(sizes.for_oracle[0].plain), check="protocol", schedule=draw(SCHEDULES))
@@ -156,6 +158,7 @@ class _Sizes:
         for every in (self.for_oracle, self.for_relations):
             every += [largest] * (_SHARES - len(every))
         self.first_relation = _OUT_OF - _RELATIONS[largest.device]
+        self.few_plain = largest.few_plain
         protocol = largest.device == "cpu" and protocol_of(largest.kernel) is not None
         self.of_protocol = self.first_relation - _CALLS - 1 if protocol else None
         """The one of `_OUT_OF` numbers whose Cases run as warp roles: of the smallest size, as they are interpreted."""
@@ -200,6 +203,11 @@ class _Parts:
     def _keys(self) -> frozenset[str]:
         can = self.kernel.capabilities
         return frozenset(self.kernel.compile_key(each.problem(can), each.config) for each in self._variants)
+
+    @property
+    def few_plain(self) -> bool:
+        """Whether most variants have modifiers, and no relations: half as many relations, as all are of the few others."""
+        return 2 * sum(bool(each.modifiers) for each in self._variants) > len(self._variants)
 
     def takes_twice(self, case: Case) -> bool:
         """Whether the same call may be made twice."""

@@ -1,7 +1,8 @@
 """The compiles of a campaign, in the background.
 
 Every kernel's first comes before any kernel's second, and that before any third. From then on kernels have equal parts of the
-compilers' time: one whose code compiles in a tenth of another's time has ten times as many.
+compilers' time: one whose code compiles in a tenth of another's time has ten times as many. Of a kernel, its variants and the
+other code that drawn Cases need come in turn from the sixth on: the latter would otherwise come after all variants.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class CompileService:
         """Compiles of each kernel that were queued, or are known: the first of them is what the kernel waits for."""
         self._soon: dict[str, int] = {}
         """Compiles of each kernel that were queued to come soon."""
+        self._drawn: dict[str, int] = {}
+        """Other compiles of each kernel that drawn Cases need."""
         self._queues: dict[str, list[tuple[int, int, Wanted]]] = {}
         """What waits of each kernel, a heap by rank and order: tens of thousands may wait, and few are looked at."""
         self._spent: dict[str, float] = {}
@@ -88,28 +91,43 @@ class CompileService:
         self._journals: dict[Case, Journal] = {}
         self._looked = 0.0
 
-    def want(self, kernel: str, cases: Mapping[str, Case], *, soon: bool = False) -> dict[str, KeyState]:
+    def want(self, kernel: str, cases: Mapping[str, Case], *, drawn: bool = False, soon: bool = False) -> dict[str, KeyState]:
         """Queue the compile keys of `cases` that are not known yet; returns the state of each.
 
-        `soon`: the first of them come before any kernel's third, since the kernel has tried no Case: where code is specialised
-        to lengths and heads, Cases need other code than that of its variants.
+        `drawn`: drawn Cases need them, beside the kernel's variants; `soon`: where none of them is ready, the first of these come
+        before any kernel's third, since the kernel has tried no Case: where code is specialised to lengths and heads, Cases need
+        other code than that of its variants.
         """
         new = [key for key in cases if (kernel, key) not in self._states]
         known = [key for key in new if self._marks.has(kernel, key)]
         for key in known:
             self._states[kernel, key] = "ready"
             self._known(kernel, key)
+        soon = soon and not any(self._states.get((kernel, key)) == "ready" for key in cases)
         self._queued[kernel] = self._queued.get(kernel, 0) + len(known)
         for key in new:
             if (kernel, key) not in self._states:
                 self._states[kernel, key] = "waiting"
-                rank = self._queued[kernel]
-                self._queued[kernel] = rank + 1
-                before = min(rank, 1) if soon and self._soon.get(kernel, 0) < _SOON else rank
-                self._soon[kernel] = self._soon.get(kernel, 0) + (soon and before < rank)
-                wanted = Wanted(kernel, key, cases[key], rank == 0)
-                heapq.heappush(self._queues.setdefault(kernel, []), (before, next(self._order), wanted))
+                first = self._queued[kernel] == 0
+                rank = self._rank_of_drawn(kernel, soon=soon) if drawn and not first else self._rank_of_own(kernel)
+                wanted = Wanted(kernel, key, cases[key], first)
+                heapq.heappush(self._queues.setdefault(kernel, []), (rank, next(self._order), wanted))
         return {key: self._states[kernel, key] for key in cases}
+
+    def _rank_of_own(self, kernel: str) -> int:
+        """Return the rank of the next code that no drawn Case has asked for: 0, 1, 2, 4, 6 and so on."""
+        number = self._queued[kernel]
+        self._queued[kernel] = number + 1
+        return number if number < _BREADTH else 2 * number - _BREADTH
+
+    def _rank_of_drawn(self, kernel: str, *, soon: bool) -> int:
+        """Return the rank of the next code that drawn Cases ask for: 7, 9, 11 and so on, after the ones that come soon."""
+        if soon and self._soon.get(kernel, 0) < _SOON:
+            self._soon[kernel] = self._soon.get(kernel, 0) + 1
+            return 1
+        number = self._drawn.get(kernel, 0)
+        self._drawn[kernel] = number + 1
+        return 2 * (number + _BREADTH) + 3
 
     def state(self, kernel: str, key: str) -> KeyState | None:
         """Return the state of a compile key; None: it was never asked for."""

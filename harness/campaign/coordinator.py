@@ -71,7 +71,7 @@ class Coordinator:
             marks=marks,
         )
         for state in self.states.values():
-            if cases := state.variant_cases():
+            if cases := state.plan.compiles(state.kernel):
                 self.compiles.want(state.kernel.name, cases)
 
     def turn(self, worker: int) -> Turn | Literal["wait"] | None:
@@ -167,7 +167,7 @@ class Coordinator:
 
     def want(self, kernel: str, cases: Mapping[str, Case]) -> dict[str, KeyState]:
         """Queue compiles; returns the state of each key."""
-        return self.compiles.want(kernel, cases, soon=not self.states[kernel].tally.cases)
+        return self.compiles.want(kernel, cases, drawn=True, soon=not self.states[kernel].tally.cases)
 
     def ready(self, kernel: str, keys: Collection[str]) -> set[str]:
         """Return those of `keys` that are compiled."""

@@ -25,7 +25,6 @@ from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.shapes import compile_order
 
 __all__ = ["KernelState"]
 
@@ -95,13 +94,6 @@ class KernelState:
         self._full.discard(worker)
         earlier, part = self.earlier.take(worker, workers, seconds)
         return Turn(self.kernel.name, until, earlier, only_earlier=bool(self.earlier), replay_seconds=part)
-
-    def variant_cases(self) -> dict[str, Case]:
-        """Return the smallest Case of each compile key, in the order of compiles; none where nothing is compiled."""
-        cases: dict[str, Case] = {}
-        for each in compile_order(self.plan.variants) if self.plan.compiled else ():
-            cases.setdefault(self.plan.key(self.kernel, each), self.plan.case(self.kernel, each))
-        return cases
 
     def compiled(self, wanted: Wanted, done: Compiled) -> None:
         """Count a compile; one that failed is kept once all of the variants have ended: the simplest Case stands for it."""

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
-from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.problem import LAYOUTS, Layout
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.models import model_cases, model_variants
 from attnfuzz.strategies.other_values import values_of_a_shape
-from attnfuzz.strategies.shapes import MODIFIED, Variant, all_variants, modified, other_dims, pool
+from attnfuzz.strategies.shapes import MODIFIED, Variant, all_variants, compile_order, modified, other_dims, pool
 from attnfuzz.strategies.trials import trial_cases
 
 __all__ = ["KernelPlan", "cases_of", "every_variant", "plan_of", "variants_of"]
 
 _OTHERS, _ONE_OF = 2, 8
 """Variants with dims that a kernel does not list: two for each dtype and mask; an eighth of the pool where each is compiled."""
+_PITCH = 8
+"""Elements between the rows of tensors that are not contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,7 @@ class KernelPlan:
     seed: int
     compiled: bool = False
     values: int = 1
+    device: Device = "cpu"
 
     def case(self, kernel: Kernel, variant: Variant) -> Case:
         """Return the smallest Case of a variant."""
@@ -41,6 +48,35 @@ class KernelPlan:
     def key(self, kernel: Kernel, variant: Variant) -> str:
         """Return the compile key of that Case."""
         return kernel.compile_key(variant.problem(kernel.capabilities), variant.config)
+
+    def compiles(self, kernel: Kernel) -> dict[str, Case]:
+        """Return the smallest Case of each compile key, in the order of compiles; none where nothing is compiled.
+
+        The first variant's code for strides comes after that variant's own, and its code for sinks after the second variant's:
+        more Cases need them than any other variant's. Which other forms of code there are is for drawn Cases to ask.
+        """
+        if not self.compiled:
+            return {}
+        first, *rest = (self.case(kernel, each) for each in compile_order(self.variants))
+        strided, sinks = self._forms(kernel, first)
+        cases: dict[str, Case] = {}
+        for each in (first, *strided, *rest[:1], *sinks, *rest[1:]):
+            cases.setdefault(kernel.compile_key(each.problem, each.config), each)
+        return cases
+
+    def _forms(self, kernel: Kernel, case: Case) -> tuple[list[Case], list[Case]]:
+        """Return a variant's smallest Case with strides, and that with sinks; none where drawn Cases need no such code."""
+        can = kernel.capabilities
+        if can.compiles_each_shape:
+            return [], []
+        names = ("layout_q", "layout_do") if case.problem.page_size else LAYOUTS
+        strided = self._taken(kernel, case, dict.fromkeys(names, Layout(pitch=_PITCH))) if can.layouts else []
+        return strided, self._taken(kernel, case, {"sinks": True}) if can.sinks else []
+
+    def _taken(self, kernel: Kernel, case: Case, changes: Mapping[str, Any]) -> list[Case]:
+        """Return `case` with changes to its Problem; none where the kernel does not take them."""
+        changed = replace(case, problem=replace(case.problem, **changes))
+        return [changed] if kernel.supports(changed.problem, changed.config, self.device) is None else []
 
 
 def plan_of(kernel: Kernel, settings: Settings) -> KernelPlan:
@@ -55,6 +91,7 @@ def plan_of(kernel: Kernel, settings: Settings) -> KernelPlan:
         seed=settings.seed * 1000003,
         compiled=settings.device in kernel.capabilities.compiles_on,
         values=values_of_a_shape(kernel.capabilities, settings.device),
+        device=settings.device,
     )
 
 

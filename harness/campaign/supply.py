@@ -61,7 +61,7 @@ class Supply:
         self._kernel, self._plan, self._campaign, self._device = kernel, plan, campaign, device
         self._growing, self._by_kind = growing and plan.compiled, growing and together
         self._keys = {each: plan.key(kernel, each) for each in plan.variants} if self._growing else {}
-        self._backlog = Backlog(lambda number: campaign.end_round(kernel.name, number))
+        self._backlog = Backlog(lambda number: campaign.end_round(kernel.name, number), plan.compiles(kernel))
         self._drawer = Drawer(strategy, plan.seed, background=background, values=plan.values, takes=self._takes)
         self._asked, self._fruitless = -math.inf, False
 

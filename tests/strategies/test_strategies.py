@@ -21,7 +21,7 @@ from attnfuzz.kernels.triton.blockmask import BlockMask, band_of, block_mask
 from attnfuzz.strategies import choices
 from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe, case_from_json, case_from_object
 from attnfuzz.strategies.cases import Limits, cases
-from attnfuzz.strategies.draw import draw_values
+from attnfuzz.strategies.draw import draw_values, drawn
 from attnfuzz.strategies.lengths import Room, edges, fitted
 from attnfuzz.strategies.recipes import recipes
 from attnfuzz.strategies.shapes import Variant, all_variants, heads, scales
@@ -589,6 +589,31 @@ def test_heads_are_all_pairs_that_fit() -> None:
     assert every(heads(Capabilities(groups=None), 3)) == {(1, 1), (2, 1), (2, 2), (3, 1), (3, 3)}
     assert every(heads(Capabilities(groups=(1, 2)), 4)) == {(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4)}
     assert every(heads(Capabilities(groups=(1,)), 1)) == {(1, 1)}
+    assert every(heads(Capabilities(groups=(1,)), 1, 6)) == {(1, 1)}
+    assert every(heads(Capabilities(groups=(1, 2, 3), heads_max=5), 1, 6)) == {(1, 1), (4, 2)}
+
+
+def test_grouped_heads_are_as_many_as_groups_of_three_need() -> None:
+    """They are six at least: where a Case had room for four tiles, there were none."""
+    few = every(heads(Capabilities(groups=None), 4, 6))
+    assert few - every(heads(Capabilities(groups=None), 4)) == {(6, 2), (6, 3)}
+    for seed in range(3):
+        pairs = [(each.problem.groups, each.problem.kv_heads) for each in drawn_small(seed)]
+        assert sum(pair == (3, 2) for pair in pairs) >= 5
+
+
+def drawn_small(seed: int) -> list[Case]:
+    strategy = cases(Subject(), device="cpu", limits=Limits(batch=4, heads=6, length=300, tiles=4, grouped=6))
+    return drawn(strategy, seed=seed, examples=200, quota=150)
+
+
+def test_scores_far_below_0_are_drawn_more_often_under_a_mask() -> None:
+    below = {masked: sum(each.pattern in ("negative", "below_sentinels") for each in several(masked)) for masked in (False, True)}
+    assert below[True] > 1.3 * below[False]
+
+
+def several(masked: bool) -> list[Recipe]:
+    return drawn(recipes("float32", masked=masked), seed=1, examples=1500, quota=1500)
 
 
 def test_scales() -> None:

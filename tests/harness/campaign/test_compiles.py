@@ -90,7 +90,7 @@ def test_the_code_of_a_kernel_without_any_trial_comes_before_the_third_of_others
     for kernel in "abc":
         service.want(kernel, {str(number): case(kernel, number) for number in range(4)})
     # Its own variants wait like the others; its Cases need other code.
-    service.want("a", {f"drawn {number}": case("a", 10 + number) for number in range(5)}, soon=True)
+    service.want("a", {f"drawn {number}": case("a", 10 + number) for number in range(5)}, drawn=True, soon=True)
     order = service.all()
     assert order[:3] == [(kernel, "0") for kernel in "abc"]
     assert sorted(order[3:9]) == sorted(
@@ -99,6 +99,19 @@ def test_the_code_of_a_kernel_without_any_trial_comes_before_the_third_of_others
     # "a" has had five compiles by then: the others come first until they have had about as many.
     assert order[9:13] == [(kernel, number) for number in "23" for kernel in "bc"]
     assert order[-2:] == [("a", "drawn 3"), ("a", "drawn 4")]
+
+
+def test_variants_and_the_other_code_that_cases_need_come_in_turn() -> None:
+    """That of sinks, say, came after all variants, of which a long run has 96."""
+    service = Service(Compilers())
+    service.want("a", {f"variant {number}": case("a", number) for number in range(6)})
+    service.poll()
+    # Once a Case can run, none comes before the second variants of kernels.
+    drawn = {f"drawn {number}": case("a", 10 + number) for number in range(4)}
+    service.poll(0.01)
+    assert service.want("a", {"variant 0": case("a", 0), **drawn}, drawn=True, soon=True)["variant 0"] == "ready"
+    names = [key.replace("variant ", "v").replace("drawn ", "d") for _, key in service.all()]
+    assert names == ["v0", "v1", "v2", "v3", "v4", "d0", "v5", "d1", "d2", "d3"]
 
 
 def test_later_compiles_share_the_time_of_the_compilers() -> None:

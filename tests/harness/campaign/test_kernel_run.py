@@ -218,9 +218,10 @@ def test_the_first_batch_is_small_and_the_others_are_full() -> None:
             return super().batch(cases, known)
 
     executor = Batches()
-    run_kernel(KERNEL, Settings(max_examples=100, out=None), executor, batch=Batch(True, 24, 1e9))
+    # So many of 100 Cases are of one kind, whatever is drawn.
+    run_kernel(KERNEL, Settings(max_examples=100, out=None), executor, batch=Batch(True, 8, 1e9))
     assert executor.sizes[0] <= 4
-    assert max(executor.sizes) > 12
+    assert max(executor.sizes) == 8
 
 
 def test_what_else_fails_in_a_batch_is_not_examined_once_there_are_enough_failures() -> None:

@@ -34,7 +34,7 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.faults.host import FaultyReference
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import Layout, Problem
 from attnfuzz.strategies.case import Case, Check, Recipe
 from attnfuzz.strategies.cases import cases
 from attnfuzz.strategies.shapes import Variant, all_variants
@@ -92,6 +92,35 @@ def test_a_case_waits_for_the_code_of_all_its_launches() -> None:
     backlog.tried(case(2))
     backlog.drop(["c"])
     assert (over, len(backlog)) == ([0], 0)
+
+
+def shaped(number: int, **changes: Any) -> Case:
+    return replace(case(number), problem=replace(case(number).problem, **changes))
+
+
+def test_code_of_a_form_that_no_variant_has_is_asked_for_first() -> None:
+    """Then the code that most Cases need: in the order in which Cases were drawn, sinks and strides came by chance."""
+    wide = {"layout_q": Layout(pitch=8)}
+    backlog = Backlog(lambda _: None, own=["plain", "other"])
+    drawn = [
+        *(needing(case(number), key) for number, key in enumerate(["other", "rare", "often", "often", "plain"])),
+        *(needing(shaped(number, **wide), key) for number, key in enumerate(["strided", "rare strided", "strided"], 5)),
+        needing(shaped(8, sinks=True), "sinks"),
+        needing(shaped(9, **wide), "plain", "both", "too"),
+    ]
+    backlog.add(0, drawn)
+    assert list(backlog.waiting) == ["other", "plain", "strided", "sinks", "often", "rare", "rare strided", "both", "too"]
+    backlog.add(1, [needing(shaped(number, sinks=True), key) for number, key in enumerate(["new", "newer", "newer"], 10)])
+    assert list(backlog.waiting)[-4:] == ["both", "too", "newer", "new"], "what was asked for stays in its place"
+    backlog.mark(["plain", "strided"])
+    assert list(backlog.waiting)[:2] == ["other", "sinks"]
+
+
+def test_forms_of_the_variants_own_code_are_not_new() -> None:
+    wide = {"layout_q": Layout(pitch=8)}
+    backlog = Backlog(lambda _: None, own=["plain", "strided"])
+    backlog.add(0, [needing(shaped(0, **wide), "strided"), needing(shaped(1, **wide), "a"), *[needing(case(2), "b")] * 2])
+    assert list(backlog.waiting) == ["strided", "b", "a"]
 
 
 def test_a_batch_is_of_cases_that_are_judged_in_one_go() -> None:
@@ -468,7 +497,7 @@ def test_the_simplest_variant_stands_for_those_that_the_compiler_refuses_whateve
     settings = Settings(max_examples=40, out=None, profile="nightly")
     plan, context = plan_of(kernel, settings), CampaignContext(settings)
     state = KernelState(kernel, plan, context)
-    wanted = list(state.variant_cases().items())
+    wanted = list(plan.compiles(kernel).items())
     simplest = list(dict.fromkeys(plan.key(kernel, each) for each in plan.variants))
     assert [key for key, _ in wanted] != simplest
     assert wanted[0][0] == simplest[0]
