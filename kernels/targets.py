@@ -356,8 +356,7 @@ def _lacking(holder: Any, name: str, *, functions: bool) -> _Unusable:
 def _checked(kernel: Any) -> str:
     if inspect.isclass(kernel):
         raise BadArgument(f"kernel={kernel.__name__}: it is a class; give an instance, {kernel.__name__}(...)")
-    missing = missing_members(kernel)
-    if missing or not isinstance(kernel, Kernel):
+    if missing := missing_members(kernel):
         raise BadArgument(f"kernel={_shown(kernel)}: it lacks {', '.join(missing)}; fulfil attnfuzz.kernels.contract.Kernel")
     name: object = kernel.name
     if not isinstance(name, str) or not name.strip() or not name.isprintable():

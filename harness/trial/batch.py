@@ -200,15 +200,12 @@ class _Batch:
             suspicions: list[Suspicion] = []
             before = earlier[number]
             bench: Bench = _BatchBench(case, kernel, self._device, own, numbers, suspicions, before=before, known=known)
-            if case.check in RELATIONS:
-                # Its launches are compared at once.
+            if case.check in (*RELATIONS, *STREAMS):
+                # Launches of a relation are compared at once, those on other streams are waited for one by one.
                 bench = _PreparedBench(case, kernel, self._device, own, numbers, known=known)
-            steps = CHECKS[case.check](bench)
-            self._runs.append(_Run(number, bench, suspicions, steps, met, alone=case.check in STREAMS))
+            self._runs.append(_Run(number, bench, suspicions, CHECKS[case.check](bench), met))
         for run in self._runs:
-            # Calls on other streams are waited for one by one.
-            if not run.alone:
-                self._resume(run)
+            self._resume(run)
         self._move()
 
     def _earlier(self, case: Case, kernel: Kernel) -> tuple[Problem, ...]:

@@ -16,6 +16,7 @@ import torch
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs, Kernel
 from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Problem, reject
+from attnfuzz.kernels.targets import missing_members
 
 __all__ = ["attention", "attention_padded", "attention_varlen"]
 
@@ -244,7 +245,7 @@ def _applied(
     return_lse: bool,
 ) -> Any:
     subject = registry.get(kernel) if isinstance(kernel, str) else kernel
-    if not isinstance(subject, Kernel):
+    if missing_members(subject):
         raise reject("kernel", kernel, "it is not a kernel", "give a name of `attnfuzz list`, or a Kernel")
     device: Device = "cuda" if qkv[0].is_cuda else "cpu"
     if reason := subject.unavailable(device):

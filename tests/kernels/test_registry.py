@@ -194,6 +194,19 @@ def test_what_is_no_kernel_cannot_be_registered() -> None:
     assert str(caught.value).endswith("; fulfil attnfuzz.kernels.contract.Kernel")
 
 
+def test_a_wrapper_may_hand_members_on() -> None:
+    """Python's own check of a protocol sees no member that `__getattr__` gives, from version 3.12 on."""
+
+    class Wrapper:
+        name = "acme.wrapper"
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(Dummy(), name)
+
+    kernel = registry.register(Wrapper())  # type: ignore[arg-type]
+    assert registry.get("acme.wrapper") is kernel
+
+
 @pytest.mark.parametrize("target", [Dummy(), Dummy, dummy, lambda: Dummy()], ids=["object", "class", "function", "lambda"])
 def test_an_entry_point_names_an_object_a_class_or_a_function(points: list[Point], target: Any) -> None:
     points.append(Point("acme.flash", target))

@@ -22,6 +22,7 @@ from support.on_streams import Around
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.clock import Clock
+from attnfuzz.harness.judge.batch import Judged, Launched
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial import batch, side_streams
 from attnfuzz.harness.trial.bench import Bench, WentWrong, completed
@@ -92,10 +93,12 @@ class Streamed(Subject):
         return results
 
 
-def tried(check: Check, fault: str = "", problem: Problem = PROBLEM, **more: Any) -> tuple[Verdict, Streamed]:
+def tried(
+    check: Check, fault: str = "", problem: Problem = PROBLEM, recipe: Recipe | None = None, **more: Any
+) -> tuple[Verdict, Streamed]:
     """The Verdict of a check on simulated streams, and the kernel."""
     subject = Streamed(fault=fault, capabilities=GRAPHS, **more)
-    case = Case(kernel=subject.name, problem=problem, check=check)
+    case = Case(kernel=subject.name, problem=problem, check=check, recipe=recipe or Recipe())
     bench = Bench(case, subject, "cpu", Clock())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_streams, "streams_of", lambda device: subject.streams)
@@ -301,22 +304,33 @@ def test_sequences_of_calls_have_them_too(device: Device) -> None:
     assert checks == ({"oracle"} if device == "cpu" else {"oracle", *STREAMS})
 
 
-def test_in_a_batch_they_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = Subject()
-    alone: list[Case] = []
+@pytest.mark.parametrize(("check", "fault"), [*((check, "") for check in STREAMS), *((FAULTS[each][0], each) for each in FAULTS)])
+def test_in_a_batch_they_are_judged_with_others(check: Check, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain call is judged with the other Cases' outputs, and only what differs by itself."""
+    alone, _ = tried(check, fault, recipe=Recipe(seed=3))
+    subject = Streamed(fault=fault, capabilities=GRAPHS)
+    plain = Case(kernel=subject.name, problem=PROBLEM)
+    cases = [plain, replace(plain, check=check, recipe=Recipe(seed=3)), replace(plain, recipe=Recipe(seed=4))]
 
     def run_alone(case: Case, *_: object) -> Verdict:
-        alone.append(case)
-        return Verdict(status="pass")
+        raise AssertionError(case)
 
-    plain = Case(kernel=subject.name, problem=PROBLEM)
-    other = replace(plain, check="other_stream", recipe=Recipe(seed=3))
+    together: list[int] = []
+
+    def judge_batch(launched: list[Launched], *rest: Any) -> list[Judged | None]:
+        together.append(len(launched))
+        return judge_together(launched, *rest)
+
+    judge_together = batch.judge_batch
     monkeypatch.setattr(batch, "check_runnable", lambda case, device: subject)
     monkeypatch.setattr(batch, "run_trial", run_alone)
-    verdicts = batch.run_batch([plain, other], "cpu")
-    assert [each.status for each in verdicts] == ["pass", "pass"]
-    assert alone == [other]
-    assert len(subject.calls) == 1
+    monkeypatch.setattr(batch, "judge_batch", judge_batch)
+    monkeypatch.setattr(on_streams, "streams_of", lambda device: subject.streams)
+    verdicts = batch.run_batch(cases, "cpu")
+    assert together == [3]
+    assert [each.status for each in verdicts] == ["pass", "fail" if fault else "pass", "pass"]
+    assert verdicts[1].failures == alone.failures
+    assert verdicts[1].figures == alone.figures
 
 
 # --- the kernel that holds a stream back
