@@ -9,7 +9,12 @@ __all__ = ["stream_checks", "why_not_streams"]
 
 
 def stream_checks(kernel: Kernel, device: Device) -> tuple[Check, ...]:
-    """Return those of STREAMS that apply to Cases of `kernel` on `device`: none on a CPU."""
+    """Return those of STREAMS that are drawn for `kernel` on `device`: none on a CPU, nor of a kernel that declares no graphs.
+
+    Our own triton.flex and tilelang.varlen fail in few of them, in some runs only, which is not explained yet.
+    """
+    if not kernel.capabilities.cuda_graphs:
+        return ()
     return tuple(each for each in STREAMS if _why_not(kernel, each, device) is None)
 
 
