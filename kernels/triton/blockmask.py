@@ -20,7 +20,7 @@ from attnfuzz.kernels.problem import Problem, reject
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WIDEST", "Band", "BlockMask", "Lists", "band_of", "block_mask", "blocks_in"]
+__all__ = ["WIDEST", "Band", "BlockMask", "Lists", "band_of", "block_mask", "blocks_in", "stream_of"]
 
 WIDEST = 2**31 - 1
 _CHUNK = 1 << 24
@@ -103,7 +103,7 @@ def block_mask(
         sizes: "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k".
         tensors: captured tensors by name.
         block: queries and keys of a block.
-        device: device of the lists; for a mask that reads no captured tensor they are cached.
+        device: device of the lists; for a mask that reads no captured tensor they are cached, for each stream.
 
     Raises:
         BadArgument: a block without queries or keys.
@@ -112,12 +112,25 @@ def block_mask(
         raise reject("block", block, "it has queries and keys", "give positive numbers")
     if captured(tree):
         return _listed(tree, band, dict(sizes), tensors, block, device)
-    return _remembered(tree, band, tuple(sorted(sizes.items())), block, str(device))
+    return _remembered(tree, band, tuple(sorted(sizes.items())), block, str(device), stream_of(device))
+
+
+def stream_of(device: Any) -> int:
+    """Return the handle of the device's current CUDA stream, 0 on a CPU: what one stream writes, another must wait for."""
+    import torch
+
+    where = torch.device(device)
+    return int(torch.cuda.current_stream(where).cuda_stream) if where.type == "cuda" else 0
 
 
 @functools.lru_cache(maxsize=64)
 def _remembered(
-    tree: Expression | None, band: Band, sizes: tuple[tuple[str, int], ...], block: tuple[int, int], device: str
+    tree: Expression | None,
+    band: Band,
+    sizes: tuple[tuple[str, int], ...],
+    block: tuple[int, int],
+    device: str,
+    stream: int,  # noqa: ARG001 - part of the key
 ) -> BlockMask:
     return _listed(tree, band, dict(sizes), {}, block, device)
 

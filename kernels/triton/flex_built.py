@@ -242,12 +242,13 @@ class BuiltFlex:
         """The band and the block lists; those of the last call, if the captured tensors are the same and unchanged."""
         p = inputs.problem
         band: Band = self._masks.band_of(p)
-        if self._last is None or not self._last.fits(inputs):
+        stream: int = self._masks.stream_of(inputs.q.device)
+        if self._last is None or not self._last.fits(inputs, stream):
             tensors = {each.name: tensor for each, tensor in zip(self._tensors, inputs.captured, strict=True)}
             mask: BlockMask = self._masks.block_mask(mask_of(p), band, p.sizes, tensors, self._block, inputs.q.device)
             lists = _Joined(_joined(mask.keys_partial, mask.keys_full), _joined(mask.queries_partial, mask.queries_full))
             of = tuple((weakref.ref(each), _version(each)) for each in inputs.captured)
-            self._last = _Remembered(p, inputs.q.device, of, lists)
+            self._last = _Remembered(p, inputs.q.device, stream, of, lists)
         return band, self._last.lists
 
 
@@ -261,15 +262,16 @@ class _Joined:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Remembered:
-    """The block lists of the last call, valid for the same problem and the same captured tensors, unchanged."""
+    """The block lists of the last call, valid for the same problem, stream and captured tensors, unchanged."""
 
     problem: Problem
     device: Any
+    stream: int
     captured: tuple[tuple[weakref.ref[Any], int | None], ...]
     lists: _Joined
 
-    def fits(self, inputs: Inputs) -> bool:
-        same = self.problem == inputs.problem and self.device == inputs.q.device
+    def fits(self, inputs: Inputs, stream: int) -> bool:
+        same = self.problem == inputs.problem and self.device == inputs.q.device and self.stream == stream
         now = tuple(inputs.captured)
         return same and all(
             known() is tensor and version == _version(tensor) is not None

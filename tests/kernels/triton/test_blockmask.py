@@ -125,6 +125,15 @@ def test_what_captured_tensors_do_not_decide_is_remembered() -> None:
     assert lists_of(read) is not lists_of(read)
 
 
+def test_lists_of_one_stream_are_not_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one stream has not written yet, another reads without waiting: no key was visible in few runs of two calls at once."""
+    problem = dense(40, 50, causal="top_left", mask=KV < Q + 9)
+    first = lists_of(problem)
+    monkeypatch.setattr(blockmask, "stream_of", lambda device: 7)
+    assert lists_of(problem) is not first
+    assert lists_of(problem) is lists_of(problem)
+
+
 def test_a_band_of_long_sequences_costs_no_mask() -> None:
     start = time.perf_counter()
     mask = block_mask(None, Band(high=0), {"seqlen_q": 1 << 20, "seqlen_k": 1 << 20}, {}, (1024, 1024), "cpu")
