@@ -11,7 +11,8 @@ __all__ = ["stream_checks", "why_not_streams"]
 def stream_checks(kernel: Kernel, device: Device) -> tuple[Check, ...]:
     """Return those of STREAMS that are drawn for `kernel` on `device`: none on a CPU, nor of a kernel that declares no graphs.
 
-    Our own triton.flex and tilelang.varlen fail in few of them, in some runs only, which is not explained yet.
+    The declaration stands for streams too until the rule for two equal calls counts sums that are flushed: by it a Case of
+    tilelang.varlen failed, probably wrongly.
     """
     if not kernel.capabilities.cuda_graphs:
         return ()

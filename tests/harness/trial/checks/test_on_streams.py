@@ -99,13 +99,18 @@ def tried(
     """The Verdict of a check on simulated streams, and the kernel."""
     subject = Streamed(fault=fault, capabilities=GRAPHS, **more)
     case = Case(kernel=subject.name, problem=problem, check=check, recipe=recipe or Recipe())
+    return verdict_of(subject, case), subject
+
+
+def verdict_of(subject: Streamed, case: Case) -> Verdict:
+    """The Verdict of a Case with the kernel's simulated streams."""
     bench = Bench(case, subject, "cpu", Clock())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_streams, "streams_of", lambda device: subject.streams)
         try:
-            return completed(bench, CHECKS[check](bench)), subject
+            return completed(bench, CHECKS[case.check](bench))
         except WentWrong as error:
-            return Verdict(status="fail", failures=(error.failure,)), subject
+            return Verdict(status="fail", failures=(error.failure,))
 
 
 PROBLEMS = {
@@ -208,10 +213,7 @@ def test_the_second_of_two_calls_is_judged() -> None:
         return o, lse
 
     subject.forward = forward  # type: ignore[method-assign]
-    bench = Bench(Case(kernel=subject.name, problem=PROBLEM, check="two_streams"), subject, "cpu", Clock())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(on_streams, "streams_of", lambda device: subject.streams)
-        verdict = completed(bench, CHECKS["two_streams"](bench))
+    verdict = verdict_of(subject, Case(kernel=subject.name, problem=PROBLEM, check="two_streams"))
     # The gradients are of that O.
     assert [(each.kind, each.output) for each in verdict.failures] == [("mismatch", name) for name in ("o", "dq", "dk")]
 
@@ -227,10 +229,7 @@ def test_a_plain_failure_of_the_other_values_is_no_failure_of_streams() -> None:
         return o, lse
 
     subject.forward = forward  # type: ignore[method-assign]
-    bench = Bench(Case(kernel=subject.name, problem=PROBLEM, check="two_streams"), subject, "cpu", Clock())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(on_streams, "streams_of", lambda device: subject.streams)
-        verdict = completed(bench, CHECKS["two_streams"](bench))
+    verdict = verdict_of(subject, Case(kernel=subject.name, problem=PROBLEM, check="two_streams"))
     assert {each.kind for each in verdict.failures} == {"mismatch"}
     assert not any("the call was made" in each.message for each in verdict.failures)
 
