@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from msgspec.structs import replace
 from support.calls import PROBLEM, WIDE, Subject
@@ -38,8 +38,8 @@ from attnfuzz.kernels.torch.reference_cpu import KERNEL as CORRECT
 from attnfuzz.strategies.call_sequences import call_machine
 from attnfuzz.strategies.case import STREAMS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
-from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.draw import drawn
+from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.stream_checks import stream_checks
 from attnfuzz.strategies.trials import trial_cases
 
