@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from msgspec.structs import replace
 from support.calls import PROBLEM, WIDE, Subject
+from support.emulated.sinks import kernel as with_sinks
 from support.fake_streams import FakeStreams
 from support.fused_c import Compiled, generated
 from support.on_streams import Around
@@ -241,6 +242,43 @@ def test_each_output_of_a_call_that_differs_is_one_failure() -> None:
     assert {each.check for each in verdict.failures} == {"other_stream"}
 
 
+class OfSinks(Streamed):
+    """One with sinks, whose gradient lies in the same memory each time; `fault`: "sinks" makes it wrong on other streams."""
+
+    def forward(self, inputs: Inputs) -> Any:
+        def compute() -> tuple[torch.Tensor, ...]:
+            out = with_sinks(inputs, first=False)
+            return out.o, out.lse
+
+        return self._later(compute)
+
+    def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Any:
+        wrong = self.fault == "sinks" and self.streams.current is not None
+
+        def compute() -> tuple[torch.Tensor, ...]:
+            out = with_sinks(inputs, first=False)
+            (of_sinks,) = out.d_captured
+            assert of_sinks is not None
+            return out.dq, out.dk, out.dv, of_sinks * 2 if wrong else of_sinks
+
+        *gradients, own = self._later(compute)
+        # Two calls at once may not share it.
+        kept = self.kept.setdefault(f"beside {self.streams.current == 1}", torch.zeros_like(own))
+        self.streams.request(lambda: kept.copy_(own))
+        return (*gradients, (kept,))
+
+
+@pytest.mark.parametrize("check", STREAMS)
+def test_the_gradient_of_sinks_is_compared_too(check: Check) -> None:
+    """With a copy of that of the plain call."""
+    problem = replace(PROBLEM, sinks=True)
+    for fault in ("", "sinks"):
+        subject = OfSinks(fault=fault, capabilities=replace(GRAPHS, sinks=True))
+        verdict = verdict_of(subject, Case(kernel=subject.name, problem=problem, check=check))
+        assert [each.kind for each in verdict.failures][:1] == (["mismatch"] if fault else []), (check, verdict.failures)
+        assert all("; a plain call is right)" in each.message for each in verdict.failures)
+
+
 # --- where they apply
 
 
@@ -423,6 +461,18 @@ def test_a_capture_is_ended_whatever_the_kernel_raises(
         # Torch's allocator may ask the graph later.
         (graph,) = cuda._failed
         assert (graph.log, ended) == (["begin", "end"], [(0, (0, 7))])
+    assert gc.isenabled()
+
+
+def test_a_capture_that_cannot_begin_leaves_collections_as_they_were(
+    cuda: side_streams.CudaStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(graph: Graph, **_: Any) -> None:
+        raise RuntimeError("not on this stream")
+
+    monkeypatch.setattr(Graph, "capture_begin", refuse)
+    with pytest.raises(RuntimeError, match="not on this stream"):
+        cuda.captured(lambda: None)
     assert gc.isenabled()
 
 
