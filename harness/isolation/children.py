@@ -78,12 +78,13 @@ class Children:
             ChildError: a child process cannot be started.
         """
         self._drop_dead()
-        if self.idle and not fresh:
-            return self.idle.pop(0)
+        first = not self._statistics.children
         start = time.perf_counter()
         try:
-            child = self._ready_child(fresh=fresh)
-            self._fill(fresh=fresh)
+            child = self.idle.pop(0) if self.idle and not fresh else self._ready_child(fresh=fresh)
+            if not first:
+                # The first task does not wait for cores on which spares are made ready, of all workers at once.
+                self._fill(fresh=fresh)
         finally:
             self._statistics.start_seconds += time.perf_counter() - start
         return child
