@@ -341,11 +341,11 @@ IN_A_BATCH = [*((check, "") for check in STREAMS), *((FAULTS[each][0], each) for
 
 @pytest.mark.parametrize(("check", "fault"), IN_A_BATCH)
 def test_in_a_batch_they_are_judged_with_others(check: Check, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain call is judged with the other Cases' outputs, and only what differs by itself."""
+    """Plain calls are judged with the other Cases' outputs, and what differs, or has other values, with that of such Cases."""
     alone, _ = tried(check, fault, recipe=Recipe(seed=3))
     subject = Streamed(fault=fault, capabilities=GRAPHS)
     plain = Case(kernel=subject.name, problem=PROBLEM)
-    cases = [plain, replace(plain, check=check, recipe=Recipe(seed=3))]
+    cases = [plain, *(replace(plain, check=check, recipe=Recipe(seed=seed)) for seed in (3, 4))]
 
     def run_alone(case: Case, *_: object) -> Verdict:
         raise AssertionError(case)
@@ -362,10 +362,33 @@ def test_in_a_batch_they_are_judged_with_others(check: Check, fault: str, monkey
     monkeypatch.setattr(batch, "judge_batch", judge_batch)
     monkeypatch.setattr(on_streams, "streams_of", lambda device: subject.streams)
     verdicts = batch.run_batch(cases, "cpu")
-    assert together == [2]
-    assert [each.status for each in verdicts] == ["pass", "fail" if fault else "pass"]
+    assert together[0] == 3
+    assert set(together[1:]) == ({2} if check == "two_streams" or fault == "default stream" else set())
+    status = "fail" if fault else "pass"
+    assert [each.status for each in verdicts] == ["pass", status, status]
     assert [each.message for each in verdicts[1].failures] == [each.message for each in alone.failures]
     assert verdicts[1].figures == alone.figures
+
+
+def test_all_outputs_are_compared_by_one_launch(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait for a device lasts until other processes have had their turns."""
+    flags: list[int] = []
+    plain_one = on_streams.differing
+
+    def noted(pairs: Any) -> Any:
+        found = plain_one(pairs)
+        flags.append(len(found or ()))
+        return found
+
+    monkeypatch.setattr(on_streams, "differing", noted)
+    for check, fault, count in (("other_stream", "", 10), ("other_stream", "own stream", 10), ("graph", "kept value", 5)):
+        with generated(Compiled(tmp_path)):
+            ours, _ = tried(check, fault)
+        assert flags.pop() == count
+        plain, _ = tried(check, fault)
+        assert flags.pop() == 0
+        assert [each.message for each in ours.failures] == [each.message for each in plain.failures]
+        assert bool(ours.failures) == bool(fault)
 
 
 # --- the kernel that holds a stream back
