@@ -1,9 +1,9 @@
 """The compiles of a campaign, in the background.
 
-Every kernel's first comes before any kernel's second. From then on kernels have equal parts of the compilers' time: one whose
-code compiles in a tenth of another's time has ten times as many, and need not wait for the other's second. Of a kernel, its
-variants and the other code that drawn Cases need come in turn from the sixth on: the latter would otherwise come after all
-variants.
+Every kernel's first comes before any kernel's second, and so does one more of a kernel that has tried no Case, whose Cases need
+other code. From then on kernels have equal parts of the compilers' time: one whose code compiles in a tenth of another's time has
+ten times as many, and need not wait for the other's second. Of a kernel, its variants and the other code that drawn Cases need
+come in turn from the sixth on: the latter would otherwise come after all variants.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from attnfuzz.strategies.case import Case
 __all__ = ["CompileService", "KeyState", "Wanted"]
 
 _LOOK_SECONDS = 0.02
-_FIRST_OWN = 2
-"""Variants of a kernel that come before its other code."""
 _SOON, _FEW_READY = 3, 8
 """Compiles of a kernel that come soon where it has tried no Case, and of so many codes that its Cases need one is ready."""
+_SHARED = 2
+"""The rank from which on kernels have equal parts of the time. Before come each kernel's first, and the first that comes soon."""
 KeyState = Literal["waiting", "ready", "failed"]
 """Of a compile key. failed: the compiler refused it, so that no Case of it can be tried."""
 
@@ -96,8 +96,8 @@ class CompileService:
         """Queue the compile keys of `cases` that are not known yet; returns the state of each.
 
         `drawn`: drawn Cases need them, beside the kernel's variants; `soon`: the kernel has tried no Case. Where hardly any is
-        ready, the first ones come before the kernel's third variant: where code is specialised to lengths and heads, Cases need
-        other code than that of its variants, and all but the simplest Case of one wait.
+        ready, the first ones come before the kernel's second variant, one before that of any kernel: where code is specialised to
+        lengths and heads, Cases need other code than that of its variants.
         """
         new = [key for key in cases if (kernel, key) not in self._states]
         known = [key for key in new if self._marks.has(kernel, key)]
@@ -118,19 +118,20 @@ class CompileService:
         return {key: self._states[kernel, key] for key in cases}
 
     def _rank_of_own(self, kernel: str) -> int:
-        """Return the rank of the next code that no drawn Case has asked for: 0, 1, 2, 4, 6 and so on."""
+        """Return the rank of the next code that no drawn Case has asked for: 0, 3, 4, 6, 8 and so on."""
         number = self._queued[kernel]
         self._queued[kernel] = number + 1
-        return number if number < _FIRST_OWN else 2 * number - _FIRST_OWN
+        return max(3, 2 * number) if number else 0
 
     def _rank_of_drawn(self, kernel: str, *, soon: bool) -> int:
-        """Return the rank of the next code that drawn Cases ask for: 7, 9, 11 and so on, after the ones that come soon."""
-        if soon and self._soon.get(kernel, 0) < _SOON:
-            self._soon[kernel] = self._soon.get(kernel, 0) + 1
-            return 1
+        """Return the rank of the next code that drawn Cases ask for: 1 and 2 where it comes soon, then 9, 11, 13 and so on."""
+        early = self._soon.get(kernel, 0)
+        if soon and early < _SOON:
+            self._soon[kernel] = early + 1
+            return _SHARED if early else 1
         number = self._drawn.get(kernel, 0)
         self._drawn[kernel] = number + 1
-        return 2 * (number + _FIRST_OWN) + 3
+        return 2 * number + 9
 
     def state(self, kernel: str, key: str) -> KeyState | None:
         """Return the state of a compile key; None: it was never asked for."""
@@ -195,7 +196,7 @@ class CompileService:
 
         def place(kernel: str) -> tuple[float, ...]:
             rank, order, _ = self._queues[kernel][0]
-            return min(rank, 1), spent.get(kernel, 0.0) if rank else 0.0, rank, order
+            return min(rank, _SHARED), spent.get(kernel, 0.0) if rank >= _SHARED else 0.0, rank, order
 
         kernel = min(self._queues, key=place)
         _, _, wanted = heapq.heappop(self._queues[kernel])
