@@ -370,6 +370,35 @@ def test_in_a_batch_they_are_judged_with_others(check: Check, fault: str, monkey
     assert verdicts[1].figures == alone.figures
 
 
+def test_outputs_that_lie_in_the_memory_of_another_cases_are_settled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the call beside are judged together, after all of them were made."""
+    subject = Streamed(capabilities=GRAPHS)
+    later = subject._later
+
+    def in_one_memory(compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        results = later(compute)
+        if subject.streams.current != 1:
+            return results
+        kept: tuple[torch.Tensor, ...] = subject.kept.setdefault(f"of {len(results)}", tuple(map(torch.zeros_like, results)))
+        subject.streams.request(lambda: [to.copy_(x) for to, x in zip(kept, results, strict=True)])
+        return kept
+
+    subject._later = in_one_memory  # type: ignore[method-assign]
+    case = Case(kernel=subject.name, problem=PROBLEM, check="two_streams")
+    cases = [replace(case, recipe=Recipe(seed=seed)) for seed in (3, 5)]
+    alone: list[Case] = []
+
+    def run_alone(case: Case, *_: object) -> Verdict:
+        alone.append(case)
+        return Verdict(status="pass")
+
+    monkeypatch.setattr(batch, "check_runnable", lambda case, device: subject)
+    monkeypatch.setattr(batch, "run_trial", run_alone)
+    monkeypatch.setattr(on_streams, "streams_of", lambda device: subject.streams)
+    assert [each.failures for each in batch.run_batch(cases, "cpu")] == [(), ()]
+    assert alone == cases
+
+
 def test_all_outputs_are_compared_by_one_launch(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each wait for a device lasts until other processes have had their turns."""
     flags: list[int] = []
