@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnfuzz.oracles.formats import EPS, TF32, Format, half_ulp, rounded
+from attnfuzz.oracles.formats import CUT_OF_TF32X3, EPS, OF_TF32X3, TF32, Format, half_ulp, rounded
 from attnfuzz.oracles.fused import fused
 
 __all__ = ["Roundings", "alike_of_live", "of_dk", "of_dq", "of_keys", "of_o", "of_rows", "of_sum", "rows_of_dk"]
@@ -23,6 +23,7 @@ class Roundings:
     form: Format
     truncates: bool
     tf32: bool
+    tf32x3: bool
     splits: bool
 
 
@@ -46,6 +47,8 @@ def of_o(
     relative = torch.zeros_like(p) + TF32 if of.tf32 else (rounding * alike).clamp(max=of.u + of.form.eta)
     # The terms of O have one sign: tensor cores truncate their sum at each step of 16 keys.
     steps = n / 8 if of.truncates else torch.zeros_like(n)
+    if of.tf32x3:
+        steps = n * CUT_OF_TF32X3 + OF_TF32X3
     before = (relative + (n.sqrt() * 2 + 8 + steps) * EPS) * expected.abs()
     top, bottom = rounded(expected + before, of.form), rounded(expected - before, of.form)
     allowed = torch.where(live, torch.maximum(top - expected, expected - bottom), 0.0)
