@@ -219,13 +219,14 @@ def test_products_accumulate_as_they_say() -> None:
     exact = 1 + 31 * 2.0**-24
     assert product(one, ones, "rz").item() < exact  # cut at each of the two additions
     assert product(one, ones, "tc").item() == 1 + 2.0**-23 * math.floor(15 * 0.5) + 2.0**-23 * 8
+    assert product(one, ones, "fma").item() == 1.0  # each addition is halfway, and to even
     small = torch.tensor([[1.0] + [2.0**-26] * 15])
     assert product(small, torch.ones(16, 1), "tc").item() == 1.0  # below the two extra bits: each term is cut to nothing
     assert product(small, torch.ones(16, 1), "rz").item() == 1 + 2.0**-23
     half = torch.tensor([[1.0] * 16 + [2.0**-12] * 16])
     assert product(half, ones, "half", dtype=torch.float16).item() == 1 * 16
     start = torch.tensor([[2.0]])
-    for mode in ("f32", "rz", "tc"):
+    for mode in ("f32", "fma", "rz", "tc"):
         assert product(torch.ones(1, 4), torch.ones(4, 1), mode, start).item() == 6.0  # type: ignore[arg-type]
 
 

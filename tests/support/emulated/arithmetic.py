@@ -9,13 +9,13 @@ from typing import Literal
 
 import torch
 
-Accumulation = Literal["f32", "rz", "tc", "half", "tf32", "tf32x3"]
-"""f32: torch's own. rz: exact blocks of 16, added to float32 toward zero. tc: blocks of 16 aligned to the largest term and cut
-two bits below float32's last, as measured of Hopper's tensor cores (Fasi et al. 2021; Khattak and Mikaitis 2025). half: blocks
-of 16 added in the input dtype, which is a fault. tf32: f32 of operands cut to 10 bits, as a tensor core takes float32. tf32x3: of
-each 8 terms low times high halves, high times low and high times high, as CUTLASS' OpMultiplyAddFastF32 takes them, each by tc in
-blocks of 4."""
-Float32 = Literal["f32", "tf32", "tf32x3"]
+Accumulation = Literal["f32", "fma", "rz", "tc", "half", "tf32", "tf32x3"]
+"""f32: torch's own. fma: one product at a time, by one rounding, as without tensor cores. rz: exact blocks of 16, added
+to float32 toward zero. tc: blocks of 16 aligned to the largest term and cut two bits below float32's last, as measured of Hopper's tensor
+cores (Fasi et al. 2021; Khattak and Mikaitis 2025). half: blocks of 16 added in the input dtype, which is a fault. tf32: f32 of
+operands cut to 10 bits, as a tensor core takes float32. tf32x3: of each 8 terms low times high halves, high times low and high
+times high, as CUTLASS' OpMultiplyAddFastF32 takes them, each by tc in blocks of 4."""
+Float32 = Literal["f32", "fma", "tf32", "tf32x3"]
 """Of these, how a kernel computes float32 products."""
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _BLOCK, _TF32_STEP, _TF32_BLOCK = 16, 8, 4
@@ -61,7 +61,7 @@ def product(
     start: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """start + a @ b, float32: `a (..., n, k)`, `b (..., k, m)`, accumulated over k in blocks of 16, by tf32x3 in blocks of 4.
+    """start + a @ b, float32: `a (..., n, k)`, `b (..., k, m)`, accumulated over k in blocks.
 
     Args:
         a: left operand, float32.
@@ -77,11 +77,11 @@ def product(
         return whole if start is None else start + whole
     if accumulation == "tf32x3":
         return _of_halves(a, b, start)
-    left, right = a.double(), b.double()
+    left, right, block = a.double(), b.double(), 1 if accumulation == "fma" else _BLOCK
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     total = a.new_zeros((*batch, a.shape[-2], b.shape[-1]), dtype=torch.float64) if start is None else start.double()
-    for at in range(0, a.shape[-1], _BLOCK):
-        x, y = left[..., at : at + _BLOCK], right[..., at : at + _BLOCK, :]
+    for at in range(0, a.shape[-1], block):
+        x, y = left[..., at : at + block], right[..., at : at + block, :]
         if accumulation == "tc":
             total = toward_zero(_aligned_sum(x, y, total), torch.float32).double()
         elif accumulation == "rz":

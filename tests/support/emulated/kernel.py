@@ -1,7 +1,7 @@
 """A tiled flash attention emulated on the CPU, correct in many ways, and with numeric faults planted in it.
 
-The kernels "emulated", "emulated.prescaled", "emulated.tf32", "emulated.tf32x3" must always pass; "fault.numeric.<slug>" must be
-found (benchmarks/verdict.py). `registered` makes the correct ones known by name.
+The kernels "emulated", "emulated.prescaled", "emulated.fma", "emulated.tf32" and "emulated.tf32x3" must always pass;
+"fault.numeric.<slug>" must be found (benchmarks/verdict.py). `registered` makes the correct ones known by name.
 """
 
 from __future__ import annotations
@@ -211,9 +211,10 @@ def _mask(problem: Problem, index: int, shift: int) -> torch.Tensor:
 
 KERNEL: Final = Emulated("emulated")
 PRESCALED: Final = Emulated("emulated.prescaled", prescaled_q=True)
+FMA: Final = Emulated("emulated.fma", float32="fma")
 TF32: Final = Emulated("emulated.tf32", float32="tf32")
 TF32X3: Final = Emulated("emulated.tf32x3", float32="tf32x3")
-_CORRECT_KERNELS: Final = {"KERNEL": KERNEL, "PRESCALED": PRESCALED, "TF32": TF32, "TF32X3": TF32X3}
+_CORRECT_KERNELS: Final = {"KERNEL": KERNEL, "PRESCALED": PRESCALED, "FMA": FMA, "TF32": TF32, "TF32X3": TF32X3}
 
 
 def kernel_named(name: str) -> Emulated:
