@@ -10,11 +10,12 @@ from typing import Literal
 import torch
 
 Accumulation = Literal["f32", "fma", "rz", "tc", "half", "tf32", "tf32x3"]
-"""f32: torch's own. fma: one product at a time, by one rounding, as without tensor cores. rz: exact blocks of 16, added
-to float32 toward zero. tc: blocks of 16 aligned to the largest term and cut two bits below float32's last, as measured of Hopper's tensor
+"""f32: torch's own. fma: one product at a time, by one rounding, as without tensor cores. rz: exact blocks of 16, added toward
+zero. tc: blocks of 16 aligned to the largest term and cut two bits below float32's last, as measured of Hopper's tensor
 cores (Fasi et al. 2021; Khattak and Mikaitis 2025). half: blocks of 16 added in the input dtype, which is a fault. tf32: f32 of
 operands cut to 10 bits, as a tensor core takes float32. tf32x3: of each 8 terms low times high halves, high times low and high
 times high, as CUTLASS' OpMultiplyAddFastF32 takes them, each by tc in blocks of 4."""
+
 Float32 = Literal["f32", "fma", "tf32", "tf32x3"]
 """Of these, how a kernel computes float32 products."""
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
