@@ -29,7 +29,7 @@ from attnfuzz.harness.trial.checks.relations import RELATION_CHECKS
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.contract import Capabilities, Deviations, Kernel
+from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Kernel
 from attnfuzz.kernels.faults.planted import Edit, planted_copy
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Layout, Needs, Problem
 from attnfuzz.kernels.torch.reference_cpu import ReferenceCpu
@@ -439,6 +439,24 @@ def test_long_sequences_pass_on_the_gpu(name: str, check: Check) -> None:
     kernel = registry.get(name)
     case = Case(kernel=name, problem=of, config=kernel.configs(of)[0], check=check)
     assert not trial.run_trial(case, "cuda").failures
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [39, 128, 600])
+@pytest.mark.parametrize("check", ["constant_v", "permuted_keys", "split_keys"])
+def test_products_of_halves_pass_on_the_gpu(check: Check, keys: int) -> None:
+    kernel = registry.get("torch.efficient")
+    of = Problem(seqlens_q=(keys,), seqlens_k=(keys,), causal="top_left", dim_qk=24, dim_v=240, dtype="float32")
+    of = of if check == "constant_v" else replace(of, causal=None)
+    case = Case(kernel=kernel.name, problem=of, recipe=Recipe(q_scale=2.0, seed=64821), config=kernel.configs(of)[0], check=check)
+    assert not trial.run_trial(case, "cuda").failures
+
+
+@pytest.mark.gpu
+def test_equal_terms_pass_on_the_gpu() -> None:
+    of = Problem(seqlens_q=(1,), seqlens_k=(3794,), dim_qk=192, dim_v=128, dtype="float32", causal="bottom_right", softmax_scale=0.0)
+    config = Config(num_stages=1, num_warps=4, tile_m=16, tile_n=16)
+    assert not trial.run_trial(Case(kernel="triton.varlen", problem=of, config=config, check="constant_v"), "cuda").failures
 
 
 def test_every_relation_is_drawn_and_fits(subject: Kernel) -> None:
