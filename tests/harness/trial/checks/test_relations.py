@@ -454,7 +454,9 @@ def test_products_of_halves_pass_on_the_gpu(check: Check, keys: int) -> None:
 
 @pytest.mark.gpu
 def test_equal_terms_pass_on_the_gpu() -> None:
-    of = Problem(seqlens_q=(1,), seqlens_k=(3794,), dim_qk=192, dim_v=128, dtype="float32", causal="bottom_right", softmax_scale=0.0)
+    of = Problem(
+        seqlens_q=(1,), seqlens_k=(3794,), dim_qk=192, dim_v=128, dtype="float32", causal="bottom_right", softmax_scale=0.0
+    )
     config = Config(num_stages=1, num_warps=4, tile_m=16, tile_n=16)
     assert not trial.run_trial(Case(kernel="triton.varlen", problem=of, config=config, check="constant_v"), "cuda").failures
 
