@@ -43,6 +43,8 @@ class Children:
         self._forkserver, self._statistics, self._disturbed = forkserver, statistics, disturbed
         self._plain = self._warm = warm
         self._spares = spares
+        self._filled = False
+        """Whether spares have been started."""
         self._failed = False
         """Whether the child that was to be made ready last could not be."""
         self.hint: Task | None = None
@@ -78,6 +80,8 @@ class Children:
             ChildError: a child process cannot be started.
         """
         self._drop_dead()
+        if self.idle and not fresh and self._filled:
+            return self.idle.pop(0)
         first = not self._statistics.children
         start = time.perf_counter()
         try:
@@ -163,6 +167,7 @@ class Children:
 
     def _fill(self, *, fresh: bool) -> None:
         """Start spares: of several, one has built nothing; a single one is of the kind that was wanted last."""
+        self._filled = True
         if fresh and self._spares == len(self._ready) == 1 and self._pasts.get(self._ready[0]):
             self.discard(self._ready.pop())
         while len(self._ready) < self._spares:
