@@ -404,30 +404,37 @@ def _shorter(case: Case, multiples: tuple[int, int] = (1, 1)) -> Iterator[Case]:
         if n_q == n_k == 0:
             yield from _lengths(case, p, i, step_q, step_k)
         shorter = min(n_q, n_k)
-        cuts = dict.fromkeys((shorter - length) // both * both for length in _steps(shorter, tiles) if n_q and n_k)
+        cuts = dict.fromkeys((shorter - length) // both * both for length in sorted(_steps(shorter, tiles)) if n_q and n_k)
         for cut in filter(None, cuts):
             yield from _lengths(case, p, i, n_q - cut, n_k - cut)
-        for length in _steps(n_q, tiles, step_q):
+        for length in _steps_of_side(n_q, tiles, step_q):
             yield from _lengths(case, p, i, length, n_k)
-        for length in _steps(n_k, tiles, step_k):
+        for length in _steps_of_side(n_k, tiles, step_k):
             yield from _lengths(case, p, i, n_q, length)
 
 
-def _steps(length: int, tiles: tuple[int, int], multiple: int = 1) -> list[int]:
-    """Return lengths to try instead of `length`, ascending: the smallest, around one and two tiles, some less by parts or tiles.
+def _steps(length: int, tiles: tuple[int, int], multiple: int = 1) -> set[int]:
+    """Return lengths to try instead of `length`: the smallest, around the tiles, half, one tile less, one less.
 
     Each is rounded down to a multiple of `multiple`.
     """
     if length == 0:
-        return [multiple]
-    near = (count * tile + d for tile in tiles for count in (1, 2) for d in (-1, 0, 1))
-    # Two tiles less too: a fault may be in every second one.
-    fewer = (length - count * tile for tile in tiles for count in (1, 2))
-    # The shortest of many lengths that fail is found by cuts of a part, not by one token at a time.
-    parts = (length - length // 4, length - length // 8) if length >= _LONG else ()
-    tries = {1, 2, 3, length // 2, length - 1, *near, *fewer, *parts}
+        return {multiple}
+    near = (tile + d for tile in tiles for d in (-1, 0, 1))
+    tries = {1, 2, 3, length // 2, length - 1, *near, *(length - tile for tile in tiles)}
     tries |= {multiple, 2 * multiple, 3 * multiple, length - multiple}
-    return sorted({n // multiple * multiple for n in tries if multiple <= n < length})
+    return {n // multiple * multiple for n in tries if multiple <= n < length}
+
+
+def _steps_of_side(length: int, tiles: tuple[int, int], multiple: int) -> list[int]:
+    """Return lengths of one side to try, ascending: also around two tiles, two tiles less, and long ones cut by parts.
+
+    A fault may be in every second tile only. The shortest of many that fail is found by parts, not by one token at a time.
+    """
+    near = (2 * tile + d for tile in tiles for d in (-1, 0, 1))
+    parts = (length - length // 4, length - length // 8) if length >= _LONG else ()
+    tries = (*near, *(length - 2 * tile for tile in tiles), *parts)
+    return sorted(_steps(length, tiles, multiple) | {n // multiple * multiple for n in tries if multiple <= n < length})
 
 
 def _lengths(case: Case, p: Problem, i: int, n_q: int, n_k: int) -> Iterator[Case]:
