@@ -16,7 +16,7 @@ from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import DEFAULT_TILE, SINK_VALUES, Case
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.kernel_limits import shapes_in_room, within_limits
-from attnfuzz.strategies.layouts import layouts
+from attnfuzz.strategies.layouts import layouts, of_pages
 from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, whole_blocks
 from attnfuzz.strategies.modifiers import Blocks, modifiers
 from attnfuzz.strategies.recipes import recipes
@@ -159,7 +159,7 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
     laid_out: dict[str, Any] = draw(layouts(can, packing, variant.dtype))
     page_size = draw(parts.page_size) if len(can.page_sizes) > 1 else can.page_sizes[0]
     if page_size:
-        laid_out = {name: each for name, each in laid_out.items() if name in ("layout_q", "layout_do") and not each.packed}
+        laid_out = of_pages(laid_out)
     packed = "layout_q" in laid_out and laid_out["layout_q"].packed
     if packed and can.shapes and not any(n_q == n_k for *_, n_q, n_k in can.shapes):
         laid_out, packed = {}, False
