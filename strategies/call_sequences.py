@@ -17,6 +17,7 @@ from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout
 from attnfuzz.strategies.case import Case, Check
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.earlier_calls import other_problems
+from attnfuzz.strategies.layouts import layouts, of_pages
 from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.stream_checks import stream_checks
 
@@ -103,15 +104,17 @@ def call_machine(
             self._change("other_mask", data)
 
         @precondition(lambda _: kernel.capabilities.layouts)
-        @rule(case=drawn.filter(_is_laid_out))
-        def other_layouts(self, case: Case) -> None:
-            """Take the memory layouts of another call, or contiguous ones where the last call had them."""
+        @rule(data=st.data())
+        def other_layouts(self, data: st.DataObject) -> None:
+            """Change the memory layouts alone, to contiguous ones where the last call had those that are drawn."""
             last = self.calls[-1]
-            layouts = {name: getattr(case.problem, name) for name in LAYOUTS}
-            if all(getattr(last.problem, name) == layout for name, layout in layouts.items()):
-                layouts = dict.fromkeys(LAYOUTS, Layout())
+            # Of the last call's own packing and dtype: others would not fit it, and the sequence would end or stay as it is.
+            drawn = data.draw(layouts(kernel.capabilities, last.problem.packing, last.problem.dtype, plain=False))
+            changes = dict.fromkeys(LAYOUTS, Layout()) | (of_pages(drawn) if last.problem.page_size else drawn)
+            if all(getattr(last.problem, name) == layout for name, layout in changes.items()):
+                changes = dict.fromkeys(LAYOUTS, Layout())
             try:
-                problem = replace(last.problem, **layouts)
+                problem = replace(last.problem, **changes)
             except BadArgument:
                 return
             if kernel.supports(problem, last.config, device) is None:
@@ -142,8 +145,3 @@ def call_machine(
             call(replace(self.calls[-1], check=check))
 
     return CallsElsewhere
-
-
-def _is_laid_out(case: Case) -> bool:
-    """Whether any tensor is not contiguous."""
-    return any(getattr(case.problem, name) != Layout() for name in LAYOUTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import zlib
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import DEFAULT_TILE, SINK_VALUES, Case
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.kernel_limits import shapes_in_room, within_limits
-from attnfuzz.strategies.layouts import layouts
-from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, whole_blocks
+from attnfuzz.strategies.layouts import layouts, of_pages
+from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, corners, whole_blocks
 from attnfuzz.strategies.modifiers import Blocks, modifiers
 from attnfuzz.strategies.recipes import recipes
 from attnfuzz.strategies.shapes import Variant, all_variants, heads, one_variant, scales
@@ -29,6 +30,8 @@ _SPLIT_TILES = 3
 """Tiles of a Case whose keys are divided into parts, as a multiple of the limit: several blocks of keys take that many."""
 _GROUPED_TILES = 2
 """Heads of grouped queries, as a multiple of the limit on tiles."""
+_TILES_OF_HEAD = 2
+"""Tiles for each head of grouped queries in half of the Cases whose limit is less: of one sequence, not one each of several."""
 _SINK_VALUES = st.sampled_from(("moderate", "moderate", *SINK_VALUES))
 _FEW_QUERIES = st.sampled_from((1, 1, 2, 4))
 _BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))
@@ -49,7 +52,7 @@ class Limits:
     """Scores of all these tiles, where fewer of a Config's tiles have as many: what a Case costs on a CPU. None: no limit."""
     grouped: int = 0
     """Heads that grouped queries may have where there are fewer tiles, at most two for each tile: several groups of three are six
-    heads."""
+    heads. Half of these Cases have two tiles for each head, whatever the limit on tiles."""
 
     def tiles_of(self, config: Config) -> int:
         """Return the limit on tiles for this Config, at least 1."""
@@ -159,7 +162,7 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
     laid_out: dict[str, Any] = draw(layouts(can, packing, variant.dtype))
     page_size = draw(parts.page_size) if len(can.page_sizes) > 1 else can.page_sizes[0]
     if page_size:
-        laid_out = {name: each for name, each in laid_out.items() if name in ("layout_q", "layout_do") and not each.packed}
+        laid_out = of_pages(laid_out)
     packed = "layout_q" in laid_out and laid_out["layout_q"].packed
     if packed and can.shapes and not any(n_q == n_k for *_, n_q, n_k in can.shapes):
         laid_out, packed = {}, False
@@ -219,7 +222,12 @@ def _lengths(
         block, of_keys = variant.config.integer("block"), 2 if split else 1
         pairs = draw(whole_blocks(can, room, block, of_keys=of_keys, dense=dense, packed=packed))
     else:
-        pairs = draw(batches(can, room, dense=dense, packed=packed))
+        wanted = _TILES_OF_HEAD * heads_q
+        of_one = limits.grouped > 0 and heads_q > kv_heads and room.tiles < wanted and draw(_BOOLEANS)
+        if of_one:
+            room = dataclasses.replace(room, batch=1, tiles=wanted)
+        masked = of_one and variant.causal is not None
+        pairs = draw(corners(can, room, packed=packed) if masked else batches(can, room, dense=dense, packed=packed))
     return room, kv_heads, within_limits(pairs, can, room, packed=packed)
 
 

@@ -14,7 +14,7 @@ from hypothesis.internal.conjecture import engine, providers
 
 from attnfuzz.kernels.problem import reject
 
-__all__ = ["draw_values", "drawn"]
+__all__ = ["draw_values", "drawn", "no_local_constants"]
 
 _PATCHED = threading.RLock()
 """Held while Hypothesis is changed: another thread that drew at the same time would restore what this one has put there."""
@@ -42,7 +42,7 @@ def draw_values(strategy: st.SearchStrategy[T], consume: Callable[[T], bool | No
     if values is None:
         _draw_by_engine(strategy, consume, seed=seed, examples=examples)
         return
-    with _PATCHED, _no_local_constants():
+    with no_local_constants():
         for value in values(strategy, seed=seed, examples=examples):
             if consume(value):
                 return
@@ -79,7 +79,7 @@ def _draw_by_engine(strategy: st.SearchStrategy[T], consume: Callable[[T], bool 
             raise _StopDrawing
 
     try:
-        with _PATCHED, _no_local_constants(), _no_mutations():
+        with no_local_constants(), _no_mutations():
             each()
     except _StopDrawing as stop:
         if stop.__cause__ is not None:
@@ -112,21 +112,25 @@ def drawn(strategy: st.SearchStrategy[H], *, seed: int, examples: int, quota: in
 
 
 @contextlib.contextmanager
-def _no_local_constants() -> Iterator[None]:
-    """Draw without the constants of local modules. Hypothesis before 6.131 does not draw them."""
+def no_local_constants() -> Iterator[None]:
+    """Draw without constants of local modules, which depend on what this process has imported; other threads do not draw then.
+
+    Hypothesis before 6.131 does not draw them.
+    """
     name = "_get_local_constants"
-    original = getattr(providers, name, None)
-    if original is None:
-        yield
-        return
-    no_constants = getattr(providers, "Constants")()  # noqa: B009 - not exported
-    setattr(providers, name, lambda: no_constants)
-    providers.CONSTANTS_CACHE.cache.clear()
-    try:
-        yield
-    finally:
-        setattr(providers, name, original)
+    with _PATCHED:
+        original = getattr(providers, name, None)
+        if original is None:
+            yield
+            return
+        no_constants = getattr(providers, "Constants")()  # noqa: B009 - not exported
+        setattr(providers, name, lambda: no_constants)
         providers.CONSTANTS_CACHE.cache.clear()
+        try:
+            yield
+        finally:
+            setattr(providers, name, original)
+            providers.CONSTANTS_CACHE.cache.clear()
 
 
 @contextlib.contextmanager

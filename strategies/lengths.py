@@ -14,8 +14,10 @@ from attnfuzz.strategies.kernel_limits import Room, narrowed
 _T = TypeVar("_T")
 _Pair = tuple[int, int]
 
-__all__ = ["Room", "batches", "blocks_in_room", "edges", "fitted", "weighted", "whole_blocks"]
+__all__ = ["Room", "batches", "blocks_in_room", "corners", "edges", "fitted", "weighted", "whole_blocks"]
 
+_PASSED = (0, 1, -1, 2)
+"""Tokens by which a diagonal passes a corner of tiles."""
 _REMEMBERED = 4096
 """Strategies kept for the lengths, rooms and blocks of one process: to build one costs more than to draw from it."""
 
@@ -114,6 +116,26 @@ def _whole_blocks(
 
     by_count = [of(count) for count in range(1, most + 1)]
     return st.integers(1, most).flatmap(lambda count: by_count[count - 1])
+
+
+def corners(can: Capabilities, room: Room, *, packed: bool = False) -> st.SearchStrategy[tuple[_Pair, ...]]:
+    """Return a strategy of one sequence in `room` whose diagonal from its last query and key runs through a corner of tiles.
+
+    Or passes it by few tokens: loops over the keys of a tile of queries end there under a causal mask.
+    """
+    room = narrowed(room, can)
+    return _corners(can.unequal and not packed, room)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _corners(unequal: bool, room: Room) -> st.SearchStrategy[tuple[_Pair, ...]]:
+    queries = [many * room.tile_m + d for many in (1, 2, 3) for d in (-1, 0, 1)]
+    offsets = [many * room.tile_n + d for many in (0, 1, -1, 2, -2) for d in _PASSED] if unequal else [0]
+    pairs = [(q, q + offset) for q in queries for offset in offsets if 1 <= q <= room.length and 1 <= q + offset <= room.length]
+    fits = [pair for pair in pairs if room.heads * _cost(room, *pair) <= room.tiles]
+    # Cheapest first; without room for any, the smallest.
+    every = sorted(fits or [(1, 1)], key=lambda pair: (_cost(room, *pair), sum(pair)))
+    return st.sampled_from(every).map(lambda pair: (pair,))
 
 
 def _cost(room: Room, n_q: int, n_k: int) -> int:

@@ -112,6 +112,7 @@ class _Search:
 
         from attnfuzz.strategies.call_sequences import call_machine
         from attnfuzz.strategies.cases import Limits
+        from attnfuzz.strategies.draw import no_local_constants
 
         settings = self.settings
         self._end = None if settings.budget is None else time.monotonic() + settings.budget
@@ -123,7 +124,7 @@ class _Search:
             begin=self.runner.fresh,
             call=self._call,
         )
-        with self._until_ended():
+        with self._until_ended(), no_local_constants():
             run_state_machine_as_test(
                 seeded(settings.seed)(machine),
                 settings=of_hypothesis(

@@ -6,18 +6,22 @@ import functools
 import itertools
 import platform
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from msgspec.structs import replace
 from support import mutants as bank
-from support.mutants import SUBJECTS, Mutant, Need, kernel_of, mutants
+from support.mutants import SUBJECTS, Mutant, Need, kernel_of, module_of, mutants
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.sequence import run_sequence
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.faults.planted import planted_copy
 from attnfuzz.kernels.tilelang import build
+from attnfuzz.kernels.triton import blockmask
 from attnfuzz.strategies.case import Case, Recipe, case_from_json
 from attnfuzz.strategies.shapes import all_variants
 
@@ -55,7 +59,9 @@ def wrong_outputs(verdict: Verdict) -> set[str]:
     return {each.output or each.check for each in failures}
 
 
-@pytest.mark.parametrize("mutant", [pytest.param(each, id=each.id, marks=marks_of(each)) for each in mutants().values()])
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(each, id=each.id, marks=marks_of(each)) for each in mutants().values() if each.device == "cpu"]
+)
 def test_its_direct_case_shows_it(mutant: Mutant) -> None:
     if reason := registry.get(mutant.kernel).unavailable("cpu"):
         pytest.skip(reason)
@@ -93,6 +99,14 @@ def test_a_gpu_cannot_show_what_only_the_memory_checker_sees(mutant: Mutant) -> 
     finally:
         registry.unregister(kernel.name)
     assert verdict.status == "pass", verdict.failures
+
+
+def test_a_bug_of_streams_has_lists_of_all_streams_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Case alone shows it: a CPU has one stream, and on a GPU a plain call has made the lists before."""
+    mutant = mutants()["HST-42"]
+    planted = planted_copy(module_of(mutant.kernel, "masks"), mutant.edits("masks"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    assert (blockmask.stream_of("cuda"), planted.stream_of("cuda")) == (7, 0)
 
 
 def without(case: Case, need: Need) -> list[Case]:

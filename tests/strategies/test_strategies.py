@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ from attnfuzz.strategies import choices
 from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe, case_from_json, case_from_object
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.draw import draw_values, drawn
-from attnfuzz.strategies.lengths import Room, edges, fitted
+from attnfuzz.strategies.lengths import Room, corners, edges, fitted
 from attnfuzz.strategies.recipes import recipes
 from attnfuzz.strategies.shapes import Variant, all_variants, heads, scales
 from attnfuzz.strategies.shrink_steps import simpler
@@ -590,16 +591,39 @@ def test_heads_are_all_pairs_that_fit() -> None:
     assert every(heads(Capabilities(groups=(1, 2)), 4)) == {(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4)}
     assert every(heads(Capabilities(groups=(1,)), 1)) == {(1, 1)}
     assert every(heads(Capabilities(groups=(1,)), 1, 6)) == {(1, 1)}
-    assert every(heads(Capabilities(groups=(1, 2, 3), heads_max=5), 1, 6)) == {(1, 1), (4, 2)}
+    assert every(heads(Capabilities(groups=(1, 2, 3), heads_max=5), 1, 6)) == {(1, 1), (2, 1), (3, 1), (4, 2)}
 
 
 def test_grouped_heads_are_as_many_as_groups_of_three_need() -> None:
     """They are six at least: where a Case had room for four tiles, there were none."""
     few = every(heads(Capabilities(groups=None), 4, 6))
-    assert few - every(heads(Capabilities(groups=None), 4)) == {(6, 2), (6, 3)}
+    assert few - every(heads(Capabilities(groups=None), 4)) == {(5, 1), (6, 1), (6, 2), (6, 3)}
     for seed in range(3):
         pairs = [(each.problem.groups, each.problem.kv_heads) for each in drawn_small(seed)]
         assert sum(pair == (3, 2) for pair in pairs) >= 5
+
+
+def test_grouped_heads_have_several_tiles_of_keys_too() -> None:
+    """Room for four tiles in all gave three heads and more one tile each: one such Case in seven had several."""
+    grouped = [each for seed in range(6) for each in drawn_small(seed) if each.problem.groups >= 3]
+    several = [each for each in grouped if max(each.problem.seqlens_k) > each.config.tile("tile_n", 64)]
+    assert len(several) > len(grouped) / 5
+
+
+@pytest.mark.parametrize(("of_heads", "tiles"), [(3, 6), (1, 4), (6, 12)])
+def test_corners_of_tiles_are_near_the_last_diagonal(of_heads: int, tiles: int) -> None:
+    room = Room(batch=1, length=200, tiles=tiles, heads=of_heads, tile_m=32, tile_n=16)
+    pairs = {pair for (pair,) in every(corners(Capabilities(**WIDE), room))}
+    assert len(pairs) > 5
+    for n_q, n_k in pairs:
+        assert 1 <= min(n_q, n_k) <= max(n_q, n_k) <= 200
+        assert of_heads * -(-n_q // 32) * -(-n_k // 16) <= tiles
+        assert (n_k - n_q + 1) % 16 <= 3
+        assert (n_q + 1) % 32 <= 2
+    assert every(corners(Capabilities(**WIDE), dataclasses.replace(room, tiles=0))) == {((1, 1),)}
+    alike = every(corners(Capabilities(**{**WIDE, "unequal": False}), room))
+    assert all(n_q == n_k for ((n_q, n_k),) in alike)
+    assert alike == every(corners(Capabilities(**WIDE), room, packed=True))
 
 
 def drawn_small(seed: int) -> list[Case]:
