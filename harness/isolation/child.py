@@ -118,6 +118,10 @@ class Child:
     def kill(self) -> int | None:
         """Kill it and its session; return its exit status as subprocess has it, None if unknown."""
         self.end()
+        return self.wait()
+
+    def wait(self) -> int | None:
+        """Wait for its end without a signal, which may meet another process of its number once it is gone; return as `kill`."""
         return self._wait()
 
     def end(self) -> None:

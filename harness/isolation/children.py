@@ -18,6 +18,8 @@ __all__ = ["START_DEADLINE", "Children"]
 START_DEADLINE = 180.0
 """Seconds in which a child must be ready."""
 _ATTEMPTS = 4
+_ENDING = 16
+"""Killed children that may live still: each keeps six descriptors, and a process may have 1024."""
 
 
 class Children:
@@ -145,11 +147,11 @@ class Children:
         self._let_go(every=True)
 
     def _let_go(self, *, every: bool = False) -> None:
-        """Let go of the killed children that have ended; with `every` wait for those that have not."""
+        """Let go of the killed children that have ended; with `every` wait for the others, else for all but a few."""
         for child in list(self._ending):
-            if every or child.gone():
+            if every or len(self._ending) > _ENDING or child.gone():
                 self._ending.remove(child)
-                child.kill()
+                child.wait()
                 child.close()
 
     def _drop_dead(self) -> None:

@@ -354,17 +354,11 @@ def test_nothing_outlives_the_parent(how: str, number: signal.Signals) -> None:
 def test_a_child_that_takes_long_to_end_is_waited_for_at_the_end_alone(
     forked: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited, plain = [], Child.kill
-
-    def kill(child: Child) -> int | None:
-        waited.append(child.pid)
-        return plain(child)
-
+    waited = waits(monkeypatch)
     first = forked.run(task("who"))
     assert isinstance(first, Reply)
     with monkeypatch.context() as patch:
         # As a process that a driver holds.
-        patch.setattr(Child, "kill", kill)
         patch.setattr(Child, "gone", lambda child: False)
         forked.replace()
         second = forked.run(task("who"))
@@ -373,3 +367,50 @@ def test_a_child_that_takes_long_to_end_is_waited_for_at_the_end_alone(
         assert not waited
         forked.close()
         assert first.result in waited
+
+
+def test_of_many_children_that_take_long_to_end_the_first_are_waited_for(
+    forked: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited, before = waits(monkeypatch), 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Child, "gone", lambda child: False)
+        for number in range(60):
+            assert isinstance(forked.run(task("echo", replace=True)), Reply)
+            if number == 30:
+                before = descriptors()
+        assert descriptors() <= before
+        assert 40 <= len(waited) < 60
+
+
+def test_a_child_that_has_ended_gets_no_signal(forked: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, plain = [], Child.end
+
+    def end(child: Child) -> None:
+        ends.append((child.pid, child.gone()))
+        plain(child)
+
+    monkeypatch.setattr(Child, "end", end)
+    for _ in range(5):
+        forked.run(task("echo", replace=True))
+    forked.close()
+    # Whoever waits for it, its number may be another process's after that.
+    assert len(ends) == len({pid for pid, _ in ends}) >= 5
+    assert not any(gone for _, gone in ends)
+
+
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the children that are waited for from now on."""
+    waited, plain = [], Child.wait
+
+    def wait(child: Child) -> int | None:
+        waited.append(child.pid)
+        return plain(child)
+
+    monkeypatch.setattr(Child, "wait", wait)
+    return waited
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
