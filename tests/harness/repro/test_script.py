@@ -172,6 +172,15 @@ def test_a_script_shows_what_the_harness_finds(name: str, monkeypatch: pytest.Mo
     assert checked(script, "acme.right") == []
 
 
+def test_a_script_allows_two_equal_calls_the_sums_that_the_harness_allows_to_be_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of("acme.flushes", check="twice", dtype="float32", pattern="subnormal")
+    assert run_trial(case, "cpu").failures == ()
+    script = loaded(written(case).text, monkeypatch)
+    assert checked(script) == []
+    monkeypatch.setattr("attnfuzz.harness.repro.script.script.flushed_sums", lambda problem, name: 0.0)
+    assert [line.split(":")[0] for line in checked(loaded(written(case).text, monkeypatch))] == ["dq"]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_the_worst_elements_are_shown_with_what_the_judge_accepts(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of float16 are larger than the budget: an allowed error alone would say that the expected value is wrong too."""
