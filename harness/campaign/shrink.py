@@ -128,8 +128,10 @@ class Shrinker:
         self._descend(set())
         if self.finding.rate is not None:
             return self._settle(first)
+        # The last run of a Case that hangs takes a full deadline, after all steps have been tried.
+        late = self._late()
         if self.finding.case == first[0] or self._fails_once_more():
-            return self._late()
+            return late
         # A step followed chance, what earlier Cases had left in the process, or took a slow Case for one that hangs.
         self._misled = self.finding.identity.kind not in _ENDS_PROCESS
         self._keep(*first)

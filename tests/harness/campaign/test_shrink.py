@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
+import pytest
 from msgspec.structs import replace
 from support.runs import FunctionExecutor
 
@@ -82,6 +84,24 @@ def test_few_cases_hang_on_the_way_to_the_minimal_one() -> None:
     assert case.problem == Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=8, dim_v=8, softcap=20.0)
     assert CASE not in tried
     assert hung <= 4
+
+
+def test_the_last_run_of_a_hang_takes_a_deadline_but_no_step_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    class Deadline(FunctionExecutor):
+        def begin(self, case: Case, *, patient: bool = False) -> None:
+            now[0] += 100.0 if patient else 0.1
+            super().begin(case, patient=patient)
+
+    failed = Failure(kernel="acme.flash", kind="hang", check="kernel", message="")
+    fail = Verdict(status="fail", failures=(failed,))
+    executor = Deadline(lambda case: fail if case.problem.softcap > 0 else PASS)
+    finding = Shrinker(Finding(failed.identity, CASE, fail), TrialRunner(executor), lambda _: True, ()).shrink(60.0)
+    assert finding.case.problem.total_k == 1
+    assert not finding.partly
+    assert now[0] > 1060.0
 
 
 def test_what_hangs_by_many_parts_at_once_is_shrunk_step_by_step() -> None:
