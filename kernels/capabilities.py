@@ -69,6 +69,9 @@ class Deviations(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """LSE is returned as log2."""
     tf32_on: tuple[Device, ...] = ()
     """Devices where float32 products are computed with tf32 operands (u = 2^-10 per operand: truncated)."""
+    tf32x3_on: tuple[Device, ...] = ()
+    """Devices where a float32 product is the sum of three tf32 products of its operands' high and low halves ("tf32x3", 3xTF32):
+    nearly exact, but added up on tensor cores, which truncate."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

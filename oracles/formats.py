@@ -9,7 +9,19 @@ import torch
 from attnfuzz.kernels.problem import Dtype
 from attnfuzz.oracles.fused import fused
 
-__all__ = ["EPS", "LAST_BITS", "TF32", "TINY", "Format", "half_ulp", "half_ulp_of_sum", "on_grid", "rounded"]
+__all__ = [
+    "CUT_OF_TF32X3",
+    "EPS",
+    "LAST_BITS",
+    "OF_TF32X3",
+    "TF32",
+    "TINY",
+    "Format",
+    "half_ulp",
+    "half_ulp_of_sum",
+    "on_grid",
+    "rounded",
+]
 
 EPS = 2.0**-24
 """Unit roundoff of float32, in which kernels accumulate."""
@@ -17,6 +29,17 @@ TINY = 2.0**-126
 """The smallest normal float32: hardware may flush operands, products and sums below it to zero."""
 TF32 = 2.01 * 2.0**-10
 """Relative error of a product of two operands truncated to tf32's 10 mantissa bits."""
+OF_TF32X3 = 24
+"""Error of a float32 product by tf32x3 (low x high, high x low, high x high halves) in eps of it: the product of low halves is
+left out, each less than 2^-10 of its operand, 16 eps; of the 13 bits of a low half 11 are kept, 4 eps for each operand."""
+CUT_OF_TF32X3 = 21 / 16
+"""Mean error toward zero of a sum of float32 products by tf32x3, in eps of the sum, for each of its terms.
+
+Each 8 terms are three products of halves, and a tensor core adds each to the sum so far in blocks of 4 (or of 8: that is less).
+It cuts the 4 terms at a quarter of the last bit of the largest, then their sum at its last bit: up to 4 / 4 + 3 / 4 of that bit,
+half of it on average, and a bit is at most 2 eps of the sum: 3 * 2 blocks * 7 / 8 * 2 eps. What is cut varies with the terms: a
+block deviates from this by 0.31 of a bit, n terms by 0.54 sqrt(n) eps.
+"""
 LAST_BITS = 2.0**-30
 """Relative difference within which two float64 sums count as equal: beyond their errors, and far below float32's."""
 

@@ -13,16 +13,29 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Capabilities, Shape, shape_fields
-from attnfuzz.kernels.expressions.tree import Expression, S, node, parse, to_data
+from attnfuzz.kernels.contract import Capabilities, Config, Shape, shape_fields
+from attnfuzz.kernels.expressions.tree import parse, to_data
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
-from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe, with_check, with_problem
-from attnfuzz.strategies.modifiers import chosen
+from attnfuzz.strategies.case import DEFAULT_TILE, PATTERNS, RELATIONS, SINK_VALUES, Case, Recipe, with_check, with_problem
+from attnfuzz.strategies.modifiers import Chosen, chosen
 from attnfuzz.strategies.shapes import Variant
+from attnfuzz.strategies.shrink_trees import simpler_trees
 
-__all__ = ["change", "larger", "simpler"]
+__all__ = [
+    "PLAIN",
+    "all_shorter",
+    "change",
+    "fewer_heads",
+    "fewer_sequences",
+    "larger",
+    "simpler",
+    "smaller_shapes",
+    "with_changes",
+]
 
 _CONTIGUOUS: dict[str, object] = dict.fromkeys(LAYOUTS, Layout())
+PLAIN: dict[str, object] = {"softmax_scale": None, "slack_q": 0, "slack_k": 0, **_CONTIGUOUS}
+"""Parts of a Problem that are made plain together with the values."""
 _PLAINER: tuple[tuple[str, object], ...] = (
     ("order", None),
     ("expanded_heads", False),
@@ -34,6 +47,13 @@ _PLAINER: tuple[tuple[str, object], ...] = (
     ("offset", 1),
 )
 _VARIANT_PARTS = ("dtype", "causal", "dims", "config", "modifiers")
+_SEEDS = (0, 1, 2, 3)
+_LEAST_TILE = 16
+"""Smaller numbers of a Config are no tiles: stages, warps, parts."""
+_LONG = 64
+"""Tokens from which a length is cut by a quarter and by an eighth too."""
+_FEW_TILES = 2
+"""Tiles of tokens, over all sequences, that a minimal Case may have without a look at Configs with smaller ones."""
 
 
 _ANY: Final = Capabilities(unequal=True)
@@ -71,7 +91,7 @@ def larger(case: Case) -> Iterator[Case]:
             "seqlens_q": tuple(tokens * n for n in p.seqlens_q) * sequences,
             "seqlens_k": tuple(tokens * n for n in p.seqlens_k) * sequences,
         }
-        yield from _with(case, **lengths, heads=heads * p.heads, kv_heads=heads * p.kv_heads)
+        yield from with_changes(case, **lengths, heads=heads * p.heads, kv_heads=heads * p.kv_heads)
 
 
 def change(before: Case, after: Case) -> frozenset[tuple[str, object]]:
@@ -115,13 +135,13 @@ def _simpler(case: Case, variants: Sequence[Variant], can: Capabilities) -> Iter
         yield with_check(case, "oracle")
     yield from _shorter_schedules(case.schedule, case)
     if can.shapes:
-        yield from _smaller_shapes(case, can.shapes)
+        yield from smaller_shapes(case, can.shapes)
     else:
-        yield from _fewer_sequences(case)
-        yield from _fewer_heads(case)
+        yield from fewer_sequences(case)
+        yield from fewer_heads(case)
     yield from _all_plainer(case)
     if not can.shapes:
-        yield from _all_shorter(case, can.multiples)
+        yield from all_shorter(case, can.multiples)
     yield from _plainer_layouts(case)
     yield from _plainer_values(case)
     yield from _plainer_problem(case, can.window_multiple)
@@ -129,6 +149,7 @@ def _simpler(case: Case, variants: Sequence[Variant], can: Capabilities) -> Iter
     yield from _simpler_variants(case, variants)
     if not can.shapes:
         yield from _shorter(case, can.multiples)
+        yield from _smaller_tiles(case, variants, can.multiples)
 
 
 def _shorter_schedules(schedule: tuple[int, ...], case: Case) -> Iterator[Case]:
@@ -148,7 +169,7 @@ def _shorter_schedules(schedule: tuple[int, ...], case: Case) -> Iterator[Case]:
             yield replace(case, schedule=(*schedule[:number], lower, *schedule[number + 1 :]))
 
 
-def _with(case: Case, **changes: object) -> Iterator[Case]:
+def with_changes(case: Case, **changes: object) -> Iterator[Case]:
     """Yield `case` with changes to its Problem, contiguous if its layouts no longer fit.
 
     Yields nothing if the Problem is invalid: with shorter lengths or fewer heads an index of a tree may be out of bounds.
@@ -161,7 +182,7 @@ def _with(case: Case, **changes: object) -> Iterator[Case]:
         return
 
 
-def _all_shorter(case: Case, multiples: tuple[int, int]) -> Iterator[Case]:
+def all_shorter(case: Case, multiples: tuple[int, int]) -> Iterator[Case]:
     """Cut all lengths at once, to the smallest or by half: a Case of few tokens takes a tenth of the time in all later steps."""
     p = case.problem
     for keep in (0, 2):
@@ -170,16 +191,15 @@ def _all_shorter(case: Case, multiples: tuple[int, int]) -> Iterator[Case]:
             for lengths, step in zip((p.seqlens_q, p.seqlens_k), multiples, strict=True)
         ]
         if cut != [p.seqlens_q, p.seqlens_k]:
-            yield from _with(case, seqlens_q=cut[0], seqlens_k=cut[1])
+            yield from with_changes(case, seqlens_q=cut[0], seqlens_k=cut[1])
 
 
 def _all_plainer(case: Case) -> Iterator[Case]:
     """Make values, layouts, scale and slack rows plain at once, or the values alone, which show less where tokens are fewer."""
-    plain: dict[str, object] = {"softmax_scale": None, "slack_q": 0, "slack_k": 0, **_CONTIGUOUS}
     if case.recipe != Recipe():
         plainer = replace(case, recipe=Recipe())
-        if any(getattr(case.problem, name) != value for name, value in plain.items()):
-            yield from _with(plainer, **plain)
+        if any(getattr(case.problem, name) != value for name, value in PLAIN.items()):
+            yield from with_changes(plainer, **PLAIN)
         yield plainer
 
 
@@ -189,14 +209,14 @@ def _plainer_layouts(case: Case) -> Iterator[Case]:
     now: dict[str, Layout] = {name: getattr(p, name) for name in LAYOUTS if getattr(p, name) != Layout()}
     if not now:
         return
-    yield from _with(case, **_CONTIGUOUS)
+    yield from with_changes(case, **_CONTIGUOUS)
     if p.layout_q.packed:
-        yield from _with(case, layout_q=Layout())
+        yield from with_changes(case, layout_q=Layout())
     packed = [name for name in now if now[name].packed]
     for names in [*([packed] if packed else []), *([name] for name in now if name not in packed)]:
-        yield from _with(case, **dict.fromkeys(names, Layout()))
+        yield from with_changes(case, **dict.fromkeys(names, Layout()))
         for layout in _plainer(now[names[0]]):
-            yield from _with(case, **dict.fromkeys(names, layout))
+            yield from with_changes(case, **dict.fromkeys(names, layout))
 
 
 def _plainer(layout: Layout) -> Iterator[Layout]:
@@ -207,32 +227,46 @@ def _plainer(layout: Layout) -> Iterator[Layout]:
             yield replace(layout, **{part: plain})
 
 
-def _smaller_shapes(case: Case, shapes: Sequence[Shape]) -> Iterator[Case]:
+def smaller_shapes(case: Case, shapes: Sequence[Shape]) -> Iterator[Case]:
     """Move to other shapes of the kernel's pool that are nowhere larger, those with the fewest numbers first."""
     p = case.problem
     now = (p.batch, p.heads, p.kv_heads, max(p.seqlens_q), max(p.seqlens_k))
     smaller = [each for each in shapes if each != now and all(one <= other for one, other in zip(each, now, strict=True))]
     for shape in sorted(smaller, key=lambda each: (math.prod(each), each)):
-        yield from _with(case, **shape_fields(shape))
+        yield from with_changes(case, **shape_fields(shape))
 
 
-def _fewer_sequences(case: Case) -> Iterator[Case]:
+def fewer_sequences(case: Case) -> Iterator[Case]:
+    """Leave one sequence, each in turn, then all but one."""
     p = case.problem
     if p.batch == 1:
         return
     everything = range(p.batch)
     for kept in [*((i,) for i in everything), *(tuple(j for j in everything if j != i) for i in everything)]:
         if len(kept) < p.batch:
-            yield from _with(case, seqlens_q=tuple(p.seqlens_q[i] for i in kept), seqlens_k=tuple(p.seqlens_k[i] for i in kept))
+            yield from with_changes(
+                case, seqlens_q=tuple(p.seqlens_q[i] for i in kept), seqlens_k=tuple(p.seqlens_k[i] for i in kept)
+            )
 
 
-def _fewer_heads(case: Case) -> Iterator[Case]:
+def fewer_heads(case: Case) -> Iterator[Case]:
+    """Yield Cases with fewer heads, or fewer key/value heads, but no larger groups; the fewest first."""
     p = case.problem
     for heads in range(1, p.heads + 1):
         for kv_heads in (kv for kv in range(1, p.kv_heads + 1) if heads % kv == 0):
             groups = heads // kv_heads
             if (heads, kv_heads) != (p.heads, p.kv_heads) and groups <= p.groups:
-                yield from _with(case, heads=heads, kv_heads=kv_heads)
+                for each in with_changes(case, heads=heads, kv_heads=kv_heads):
+                    yield each
+                    yield from _with_other_seeds(each)
+
+
+def _with_other_seeds(case: Case) -> Iterator[Case]:
+    """Yield the Case of a relation with the first seeds: they select what it leaves open, such as a tensor or where to cut."""
+    if case.check in RELATIONS:
+        for seed in _SEEDS:
+            if seed != case.recipe.seed:
+                yield replace(case, recipe=replace(case.recipe, seed=seed))
 
 
 def _plainer_values(case: Case) -> Iterator[Case]:
@@ -247,7 +281,7 @@ def _plainer_values(case: Case) -> Iterator[Case]:
     for name in ("q_scale", "k_scale", "v_scale", "do_scale"):
         if getattr(recipe, name) != 1.0:
             yield replace(case, recipe=replace(recipe, **{name: 1.0}))
-    for seed in (0, 1, 2, 3):
+    for seed in _SEEDS:
         if seed < recipe.seed:
             yield replace(case, recipe=replace(recipe, seed=seed))
 
@@ -255,20 +289,20 @@ def _plainer_values(case: Case) -> Iterator[Case]:
 def _plainer_problem(case: Case, window_step: int) -> Iterator[Case]:
     p = case.problem
     if p.slack_q and p.slack_k:
-        yield from _with(case, slack_q=0, slack_k=0)
+        yield from with_changes(case, slack_q=0, slack_k=0)
     plainest = (("window", None), ("softcap", 0.0), ("sinks", False), ("score_mod", None), ("mask_mod", None))
     for name, plain in (("softmax_scale", None), ("slack_q", 0), ("slack_k", 0), *plainest):
         if getattr(p, name) != plain:
-            yield from _with(case, **{name: plain})
+            yield from with_changes(case, **{name: plain})
     for size in (0, 1, 2, 4, 8, 16, 32, 64, 128):
         if size < p.page_size:
-            yield from _with(case, page_size=size)
+            yield from with_changes(case, page_size=size)
     for window in _plainer_windows(p.window, window_step):
-        yield from _with(case, window=window)
+        yield from with_changes(case, window=window)
     if p.needs.dlse:
-        yield from _with(case, needs=replace(p.needs, dlse=False))
+        yield from with_changes(case, needs=replace(p.needs, dlse=False))
     if p.packing == "dense":
-        yield from _with(case, packing="ragged")
+        yield from with_changes(case, packing="ragged")
 
 
 def _plainer_windows(window: tuple[int | None, int | None] | None, step: int) -> Iterator[tuple[int | None, int | None]]:
@@ -292,37 +326,24 @@ def _narrower(side: int | None, step: int) -> tuple[int, ...]:
 
 
 def _simpler_trees(case: Case) -> Iterator[Case]:
-    """Yield `case` with smaller trees for score_mod and mask_mod, the smallest first."""
+    """Yield `case` with smaller trees for score_mod and mask_mod, the smallest first, then with plainer numbers in them."""
     for name in ("score_mod", "mask_mod"):
         data = getattr(case.problem, name)
-        if data is None:
-            continue
-        tree = parse(data)
-        for each in sorted(_smaller(tree), key=_nodes):
-            yield from _with(case, **{name: to_data(each)})
+        if data is not None:
+            for each in simpler_trees(parse(data)):
+                yield from with_changes(case, **{name: to_data(each)})
 
 
-def _smaller(tree: Expression) -> Iterator[Expression]:
-    """Yield trees with fewer nodes: an argument of the same kind, or the score, in place of a node."""
-    for at, arg in enumerate(tree.args):
-        if arg.kind == tree.kind:
-            yield arg
-        for each in _smaller(arg):
-            yield node(tree.op, *tree.args[:at], each, *tree.args[at + 1 :], value=tree.value)
-    if tree.args and tree.kind == "float" and tree.op != "load":
-        yield S
-
-
-def _nodes(tree: Expression) -> int:
-    return 1 + sum(map(_nodes, tree.args))
+def _modifiers(p: Problem) -> Chosen:
+    """Return a Problem's modifiers as a Variant has them."""
+    return chosen({"score_mod": p.score_mod, "mask_mod": p.mask_mod, "softcap": p.softcap or None, "window": p.window})
 
 
 def _simpler_variants(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
     """Yield `case` with each part alone replaced by simpler values that some variant has, simplest first."""
     p = case.problem
     fixed = any(each.modifiers is not None for each in variants)
-    values = {"score_mod": p.score_mod, "mask_mod": p.mask_mod, "softcap": p.softcap or None, "window": p.window}
-    now = Variant(p.dtype, p.causal, (p.dim_qk, p.dim_v), case.config, chosen(values) if fixed else None)
+    now = Variant(p.dtype, p.causal, (p.dim_qk, p.dim_v), case.config, _modifiers(p) if fixed else None)
     order = {name: list(dict.fromkeys(getattr(each, name) for each in variants)) for name in _VARIANT_PARTS}
     for name in _VARIANT_PARTS:
         there = order[name]
@@ -334,8 +355,41 @@ def _simpler_variants(case: Case, variants: Sequence[Variant]) -> Iterator[Case]
                     plain = {"score_mod": None, "mask_mod": None, "softcap": 0.0, "window": None} if fixed else {}
                     modifiers = {**plain, **dict(each.modifiers or ())}
                     dims = {"dim_qk": each.dims[0], "dim_v": each.dims[1]}
-                    for changed in _with(case, dtype=each.dtype, causal=each.causal, **dims, **modifiers):
+                    for changed in with_changes(case, dtype=each.dtype, causal=each.causal, **dims, **modifiers):
                         yield replace(changed, config=each.config)
+
+
+def _smaller_tiles(case: Case, variants: Sequence[Variant], multiples: tuple[int, int]) -> Iterator[Case]:
+    """Yield a Case of several tiles in a Config with smaller ones, all of its lengths cut as much: neither alone shows it."""
+    p = case.problem
+    if _tiles_of_tokens(case) <= _FEW_TILES:
+        return
+    for each in variants:
+        same = (each.dtype, each.causal, each.dims) == (p.dtype, p.causal, (p.dim_qk, p.dim_v))
+        if not same or (each.modifiers is not None and each.modifiers != _modifiers(p)):
+            continue
+        for small, large in _smaller_numbers(each.config, case.config):
+            cut = [
+                tuple(-(-n * small // (large * step)) * step for n in lengths)
+                for lengths, step in zip((p.seqlens_q, p.seqlens_k), multiples, strict=True)
+            ]
+            if sum(map(sum, cut)) < p.total_q + p.total_k:
+                for shorter in with_changes(case, seqlens_q=cut[0], seqlens_k=cut[1]):
+                    yield replace(shorter, config=each.config)
+
+
+def _tiles_of_tokens(case: Case) -> int:
+    """Return the tiles of queries over all sequences, or those of keys if they are more."""
+    p = case.problem
+    sides = ((p.seqlens_q, case.config.tile("tile_m", DEFAULT_TILE)), (p.seqlens_k, case.config.tile("tile_n", DEFAULT_TILE)))
+    return max(sum(-(-length // tile) for length in lengths) for lengths, tile in sides)
+
+
+def _smaller_numbers(small: Config, large: Config) -> list[tuple[int, int]]:
+    """Return the pairs of a tile that is smaller in the first Config and that tile in the second one, each ratio once."""
+    pairs = [(small[name], large[name]) for name in small if name in large]
+    tiles = [(a, b) for a, b in pairs if isinstance(a, int) and isinstance(b, int) and _LEAST_TILE <= a < b]
+    return list({a / b: (a, b) for a, b in tiles}.values())
 
 
 def _shorter(case: Case, multiples: tuple[int, int] = (1, 1)) -> Iterator[Case]:
@@ -350,33 +404,44 @@ def _shorter(case: Case, multiples: tuple[int, int] = (1, 1)) -> Iterator[Case]:
         if n_q == n_k == 0:
             yield from _lengths(case, p, i, step_q, step_k)
         shorter = min(n_q, n_k)
-        cuts = dict.fromkeys((shorter - length) // both * both for length in _steps(shorter, tiles) if n_q and n_k)
+        cuts = dict.fromkeys((shorter - length) // both * both for length in sorted(_steps(shorter, tiles)) if n_q and n_k)
         for cut in filter(None, cuts):
             yield from _lengths(case, p, i, n_q - cut, n_k - cut)
-        for length in _steps(n_q, tiles, step_q):
+        for length in _steps_of_side(n_q, tiles, step_q):
             yield from _lengths(case, p, i, length, n_k)
-        for length in _steps(n_k, tiles, step_k):
+        for length in _steps_of_side(n_k, tiles, step_k):
             yield from _lengths(case, p, i, n_q, length)
 
 
-def _steps(length: int, tiles: tuple[int, int], multiple: int = 1) -> list[int]:
-    """Return lengths to try instead of `length`, ascending: the smallest, around the tiles, half, one tile less, one less.
+def _steps(length: int, tiles: tuple[int, int], multiple: int = 1) -> set[int]:
+    """Return lengths to try instead of `length`: the smallest, around the tiles, half, one tile less, one less.
 
     Each is rounded down to a multiple of `multiple`.
     """
     if length == 0:
-        return [multiple]
+        return {multiple}
     near = (tile + d for tile in tiles for d in (-1, 0, 1))
     tries = {1, 2, 3, length // 2, length - 1, *near, *(length - tile for tile in tiles)}
     tries |= {multiple, 2 * multiple, 3 * multiple, length - multiple}
-    return sorted({n // multiple * multiple for n in tries if multiple <= n < length})
+    return {n // multiple * multiple for n in tries if multiple <= n < length}
+
+
+def _steps_of_side(length: int, tiles: tuple[int, int], multiple: int) -> list[int]:
+    """Return lengths of one side to try, ascending: also around two tiles, two tiles less, and long ones cut by parts.
+
+    A fault may be in every second tile only. The shortest of many that fail is found by parts, not by one token at a time.
+    """
+    near = (2 * tile + d for tile in tiles for d in (-1, 0, 1))
+    parts = (length - length // 4, length - length // 8) if length >= _LONG else ()
+    tries = (*near, *(length - 2 * tile for tile in tiles), *parts)
+    return sorted(_steps(length, tiles, multiple) | {n // multiple * multiple for n in tries if multiple <= n < length})
 
 
 def _lengths(case: Case, p: Problem, i: int, n_q: int, n_k: int) -> Iterator[Case]:
     """Yield `case` with sequence `i` of n_q x n_k; a dense batch has one length for all."""
     if p.packing == "dense":
-        yield from _with(case, seqlens_q=(n_q,) * p.batch, seqlens_k=(n_k,) * p.batch)
+        yield from with_changes(case, seqlens_q=(n_q,) * p.batch, seqlens_k=(n_k,) * p.batch)
         return
     q, k = list(p.seqlens_q), list(p.seqlens_k)
     q[i], k[i] = n_q, n_k
-    yield from _with(case, seqlens_q=tuple(q), seqlens_k=tuple(k))
+    yield from with_changes(case, seqlens_q=tuple(q), seqlens_k=tuple(k))

@@ -9,13 +9,7 @@ __all__ = ["stream_checks", "why_not_streams"]
 
 
 def stream_checks(kernel: Kernel, device: Device) -> tuple[Check, ...]:
-    """Return those of STREAMS that are drawn for `kernel` on `device`: none on a CPU, nor of a kernel that declares no graphs.
-
-    The declaration stands for streams too until the rule for two equal calls counts sums that are flushed: by it a Case of
-    tilelang.varlen failed, probably wrongly.
-    """
-    if not kernel.capabilities.cuda_graphs:
-        return ()
+    """Return those of STREAMS that are drawn for `kernel` on `device`: none on a CPU; graph where the kernel declares it."""
     return tuple(each for each in STREAMS if _why_not(kernel, each, device) is None)
 
 

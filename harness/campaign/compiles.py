@@ -1,8 +1,9 @@
 """The compiles of a campaign, in the background.
 
-Every kernel's first comes before any kernel's second, and that before any third. From then on kernels have equal parts of the
-compilers' time: one whose code compiles in a tenth of another's time has ten times as many. Of a kernel, its variants and the
-other code that drawn Cases need come in turn from the sixth on: the latter would otherwise come after all variants.
+Every kernel's first comes before any kernel's second, and so does one more of a kernel that has tried no Case, whose Cases need
+other code. From then on kernels have equal parts of the compilers' time: one whose code compiles in a tenth of another's time has
+ten times as many, and need not wait for the other's second. Of a kernel, its variants and the other code that drawn Cases need
+come in turn from the sixth on: the latter would otherwise come after all variants.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from attnfuzz.strategies.case import Case
 __all__ = ["CompileService", "KeyState", "Wanted"]
 
 _LOOK_SECONDS = 0.02
-_BREADTH = 2
-"""Compiles of each kernel that come before the later ones of all kernels."""
-_SOON = 3
-"""Compiles of a kernel that come soon where it has Cases and none that can run."""
+_SOON, _FEW_READY = 3, 8
+"""Compiles of a kernel that come soon where it has tried no Case, and of so many codes that its Cases need one is ready."""
+_SHARED = 2
+"""The rank from which on kernels have equal parts of the time. Before come each kernel's first, and the first that comes soon."""
 KeyState = Literal["waiting", "ready", "failed"]
 """Of a compile key. failed: the compiler refused it, so that no Case of it can be tried."""
 
@@ -75,11 +76,11 @@ class CompileService:
         self._compiler: Compiler | None = None
         self._states: dict[tuple[str, str], KeyState] = {}
         self._queued: dict[str, int] = {}
-        """Compiles of each kernel that were queued, or are known: the first of them is what the kernel waits for."""
+        """Compiles of each kernel's variants that were queued, or are known: the first of them is what the kernel waits for."""
         self._soon: dict[str, int] = {}
         """Compiles of each kernel that were queued to come soon."""
         self._drawn: dict[str, int] = {}
-        """Other compiles of each kernel that drawn Cases need."""
+        """Other compiles of each kernel that drawn Cases need, queued or known."""
         self._queues: dict[str, list[tuple[int, int, Wanted]]] = {}
         """What waits of each kernel, a heap by rank and order: tens of thousands may wait, and few are looked at."""
         self._spent: dict[str, float] = {}
@@ -94,17 +95,19 @@ class CompileService:
     def want(self, kernel: str, cases: Mapping[str, Case], *, drawn: bool = False, soon: bool = False) -> dict[str, KeyState]:
         """Queue the compile keys of `cases` that are not known yet; returns the state of each.
 
-        `drawn`: drawn Cases need them, beside the kernel's variants; `soon`: where none of them is ready, the first of these come
-        before any kernel's third, since the kernel has tried no Case: where code is specialised to lengths and heads, Cases need
-        other code than that of its variants.
+        `drawn`: drawn Cases need them, beside the kernel's variants; `soon`: the kernel has tried no Case. Where hardly any is
+        ready, the first ones come before the kernel's second variant, one before that of any kernel: where code is specialised to
+        lengths and heads, Cases need other code than that of its variants.
         """
         new = [key for key in cases if (kernel, key) not in self._states]
         known = [key for key in new if self._marks.has(kernel, key)]
         for key in known:
             self._states[kernel, key] = "ready"
             self._known(kernel, key)
-        soon = soon and not any(self._states.get((kernel, key)) == "ready" for key in cases)
-        self._queued[kernel] = self._queued.get(kernel, 0) + len(known)
+        ready = sum(self._states.get((kernel, key)) == "ready" for key in cases)
+        soon = soon and ready * _FEW_READY <= len(cases)
+        counts = self._drawn if drawn and self._queued.get(kernel) else self._queued
+        counts[kernel] = counts.get(kernel, 0) + len(known)
         for key in new:
             if (kernel, key) not in self._states:
                 self._states[kernel, key] = "waiting"
@@ -115,19 +118,20 @@ class CompileService:
         return {key: self._states[kernel, key] for key in cases}
 
     def _rank_of_own(self, kernel: str) -> int:
-        """Return the rank of the next code that no drawn Case has asked for: 0, 1, 2, 4, 6 and so on."""
+        """Return the rank of the next code that no drawn Case has asked for: 0, 3, 4, 6, 8 and so on."""
         number = self._queued[kernel]
         self._queued[kernel] = number + 1
-        return number if number < _BREADTH else 2 * number - _BREADTH
+        return max(3, 2 * number) if number else 0
 
     def _rank_of_drawn(self, kernel: str, *, soon: bool) -> int:
-        """Return the rank of the next code that drawn Cases ask for: 7, 9, 11 and so on, after the ones that come soon."""
-        if soon and self._soon.get(kernel, 0) < _SOON:
-            self._soon[kernel] = self._soon.get(kernel, 0) + 1
-            return 1
+        """Return the rank of the next code that drawn Cases ask for: 1 and 2 where it comes soon, then 9, 11, 13 and so on."""
+        early = self._soon.get(kernel, 0)
+        if soon and early < _SOON:
+            self._soon[kernel] = early + 1
+            return _SHARED if early else 1
         number = self._drawn.get(kernel, 0)
         self._drawn[kernel] = number + 1
-        return 2 * (number + _BREADTH) + 3
+        return 2 * number + 9
 
     def state(self, kernel: str, key: str) -> KeyState | None:
         """Return the state of a compile key; None: it was never asked for."""
@@ -192,8 +196,7 @@ class CompileService:
 
         def place(kernel: str) -> tuple[float, ...]:
             rank, order, _ = self._queues[kernel][0]
-            shared = rank >= _BREADTH
-            return min(rank, _BREADTH), spent.get(kernel, 0.0) if shared else 0.0, rank, order
+            return min(rank, _SHARED), spent.get(kernel, 0.0) if rank >= _SHARED else 0.0, rank, order
 
         kernel = min(self._queues, key=place)
         _, _, wanted = heapq.heappop(self._queues[kernel])

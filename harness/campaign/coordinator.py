@@ -59,6 +59,8 @@ class Coordinator:
         self.errors: list[Exception] = []
         self._begun: float | None = None
         """When the first turn began."""
+        self._had_turns: set[int] = set()
+        """Workers that have had their first turn."""
         settings = context.settings
         marks = Marks(settings.device, {} if settings.in_process else executor.describe())
         self.compiles = CompileService(
@@ -86,7 +88,7 @@ class Coordinator:
         if not able:
             return "wait" if left else None
         state = min(able, key=lambda each: (len(each.workers), each.seconds))
-        until = self._until(now, len(left))
+        until = self._until(now, len(left), worker)
         return state.begin_turn(worker, until, workers=self._workers, seconds=self._replay_seconds())
 
     def able(self) -> int:
@@ -112,14 +114,21 @@ class Coordinator:
             return False
         return state.may_go_on(worker)
 
-    def _until(self, now: float, kernels: int) -> float | None:
-        """Return when a turn ends: a kernel has its share of the workers' time in several turns, so that all have some early."""
+    def _until(self, now: float, kernels: int, worker: int) -> float | None:
+        """Return when a turn ends: a kernel has its share of the workers' time in several turns, so that all have some early.
+
+        The first turns of workers end one after the other: while one loads another kernel's code, others fill the GPU.
+        """
         if self.context.end is None:
             return None
         # Of the whole time: shares of what is left would become shorter and shorter.
         self._begun = now if self._begun is None else self._begun
         share = (self.context.end - self._begun) * self._workers / kernels
-        return min(self.context.end, now + min(_LONGEST[self.context.settings.device], max(_SHORTEST, share / _PARTS)))
+        seconds = min(_LONGEST[self.context.settings.device], max(_SHORTEST, share / _PARTS))
+        if worker not in self._had_turns:
+            self._had_turns.add(worker)
+            seconds *= (1 + (worker % self._workers + 1) / self._workers) / 2
+        return min(self.context.end, now + seconds)
 
     def _replay_seconds(self) -> float | None:
         """Return the seconds of all workers together in which a kernel's stored Cases may be tried; None: no limit."""

@@ -13,7 +13,7 @@ from attnfuzz.strategies.cases import Limits
 __all__ = ["PROFILES", "Profile", "ProfileName", "Settings", "duration", "profile"]
 
 ProfileName = Literal["quick", "gate", "nightly", "models"]
-_GRACE, _LEAST_GRACE = 0.1, 10.0
+_GRACE, _LEAST_GRACE = 0.05, 10.0
 """Shrinking may go on for that share of the budget after its end, and for 10 s at least."""
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 

@@ -3,7 +3,8 @@
 A failure counts as reliable when it shows in every rerun. One that shows only sometimes is rerun to measure its rate, and a
 simpler Case must show it about as often; where the simplest shows it in fewer than half of its runs, larger ones that may show it
 more often are tried (chance.py). One that does not show in a new process may need what earlier Cases left in the old one: these
-are then part of the Case (`Case.after`), and are shrunk with it.
+are then part of the Case (`Case.after`), and are shrunk with it. A Case that hangs costs a deadline each time, one that passes
+nearly nothing: nearly minimal ones are tried first, before the Case itself is run again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from attnfuzz.harness.isolation.outcomes import Past
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Capabilities
 from attnfuzz.strategies.case import CALLS, Case
+from attnfuzz.strategies.nearly_minimal import nearly_minimal
 from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.shrink_steps import change, larger, simpler
 
@@ -30,6 +32,8 @@ __all__ = ["Shrinker"]
 
 _CONFIRMATIONS = 2
 _RERUNS = 8
+_NEARLY_MINIMAL = 0.25
+"""Share of the time in which nearly minimal Cases are tried first, of a Case that hangs."""
 _ENDS_PROCESS = ("crash", "hang", "illegal-access")
 
 
@@ -81,21 +85,42 @@ class Shrinker:
         """Take the first simpler Case that fails alike, again and again, until none does or `seconds` are spent."""
         self._end = time.monotonic() + seconds
         before = self._runner.trials
+        original = self.finding.case, self.finding.verdict
         try:
-            self._confirm()
-            first = self.finding.case, self.finding.verdict
-            partly = self._take_steps(first)
-            if partly and self._misled and not self._late():
-                self._count_failures([True])
-                self._afresh |= self.finding.rate is None
-                partly = self._take_steps(first)
-            if self.finding.case.after and self._fails_alone():
-                partly = self._take_steps((self.finding.case, self.finding.verdict))
+            partly = self._reach_nearly_minimal(_NEARLY_MINIMAL * seconds) and self._take_steps(original)
+            if self.finding.case == original[0]:
+                partly = self._confirm_and_take_steps()
             self.finding = dataclasses.replace(self.finding, partly=partly)
         finally:
             trials = self.finding.shrink_trials + self._runner.trials - before
             self.finding = dataclasses.replace(self.finding, shrink_trials=trials)
         return self.finding
+
+    def _reach_nearly_minimal(self, seconds: float) -> bool:
+        """Go from a Case that hangs to the first nearly minimal one that does, if one is found in time; whether there is one."""
+        case, end = self.finding.case, time.monotonic() + seconds
+        if self.finding.identity.kind != "hang" or case.after:
+            return False
+        for each in nearly_minimal(case, self._variants, self._can):
+            if time.monotonic() >= end:
+                break
+            if self._supported(each) and self._shows(verdict := self._tried_again(each)):
+                self._keep(each, verdict)
+                return True
+        return False
+
+    def _confirm_and_take_steps(self) -> bool:
+        """Rerun the Case, then take steps from it; returns whether some are not tried."""
+        self._confirm()
+        first = self.finding.case, self.finding.verdict
+        partly = self._take_steps(first)
+        if partly and self._misled and not self._late():
+            self._count_failures([True])
+            self._afresh |= self.finding.rate is None
+            partly = self._take_steps(first)
+        if self.finding.case.after and self._fails_alone():
+            partly = self._take_steps((self.finding.case, self.finding.verdict))
+        return partly
 
     def _take_steps(self, first: tuple[Case, Verdict]) -> bool:
         """Take steps from `first`, or none where the last does not fail in a new process; returns whether some are not tried."""
@@ -126,7 +151,7 @@ class Shrinker:
             failed = self._measures()
         if not failed:
             self._keep(*first)
-            why = f"a simpler Case failed, but in none of {MOST_RUNS} more runs"
+            why = "" if often(rate) else f"a simpler Case failed, but in none of {MOST_RUNS} more runs"
             self.finding = dataclasses.replace(self.finding, rate=rate, seldom=why)
             return True
         if not often(self.finding.rate):

@@ -117,12 +117,16 @@ class Child:
 
     def kill(self) -> int | None:
         """Kill it and its session; return its exit status as subprocess has it, None if unknown."""
+        self.end()
+        return self._wait()
+
+    def end(self) -> None:
+        """Kill it and its session, without waiting: a process with gigabytes of a GPU's memory takes a second to end."""
         with contextlib.suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
             # Not in a session of its own yet, or no longer.
             signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
-        return self._wait()
 
     def close(self) -> None:
         """Close the parent's descriptors."""

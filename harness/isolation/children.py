@@ -43,6 +43,8 @@ class Children:
         self._forkserver, self._statistics, self._disturbed = forkserver, statistics, disturbed
         self._plain = self._warm = warm
         self._spares = spares
+        self._filled = False
+        """Whether spares have been started."""
         self._failed = False
         """Whether the child that was to be made ready last could not be."""
         self.hint: Task | None = None
@@ -55,6 +57,8 @@ class Children:
         self.last_output = ""
         """Of the child that could not be made ready last."""
         self._ready: list[Child] = []
+        self._ending: list[Child] = []
+        """Children that were killed, and may live still."""
         self._warming: dict[Child, int] = {}
         self._pasts: dict[Child, Past] = {}
         self._numbers = itertools.count(1)
@@ -76,12 +80,15 @@ class Children:
             ChildError: a child process cannot be started.
         """
         self._drop_dead()
-        if self.idle and not fresh:
+        if self.idle and not fresh and self._filled:
             return self.idle.pop(0)
+        first = not self._statistics.children
         start = time.perf_counter()
         try:
-            child = self._ready_child(fresh=fresh)
-            self._fill(fresh=fresh)
+            child = self.idle.pop(0) if self.idle and not fresh else self._ready_child(fresh=fresh)
+            if not first:
+                # The first task does not wait for cores on which spares are made ready, of all workers at once.
+                self._fill(fresh=fresh)
         finally:
             self._statistics.start_seconds += time.perf_counter() - start
         return child
@@ -112,7 +119,7 @@ class Children:
         self._ready.clear()
 
     def discard(self, child: Child, *, killed: bool = False, sweep: bool = True) -> None:
-        """End a child, unless it was `killed`, and with `sweep` what it has left behind."""
+        """End a child, unless it was `killed`, and with `sweep` what it has left behind; it is not waited for."""
         if child not in self.living:
             return
         self.living.discard(child)
@@ -120,11 +127,14 @@ class Children:
         self._warming.pop(child, None)
         self._pasts.pop(child, None)
         self._statistics.replaced += 1
-        if not killed:
-            child.kill()
-        child.close()
+        if killed:
+            child.close()
+        else:
+            child.end()
+            self._ending.append(child)
         if sweep:
             self._forkserver.sweep()
+        self._let_go()
 
     def close(self) -> None:
         """End every child."""
@@ -132,6 +142,15 @@ class Children:
             self.discard(child, sweep=False)
         self.idle.clear()
         self._ready.clear()
+        self._let_go(every=True)
+
+    def _let_go(self, *, every: bool = False) -> None:
+        """Let go of the killed children that have ended; with `every` wait for those that have not."""
+        for child in list(self._ending):
+            if every or child.gone():
+                self._ending.remove(child)
+                child.kill()
+                child.close()
 
     def _drop_dead(self) -> None:
         """Drop children that died between two tasks, because of something that an earlier one left behind."""
@@ -144,10 +163,11 @@ class Children:
                         self._disturbed(death.disturbance)
                     else:
                         self.late = death
-                self.discard(child)
+                self.discard(child, killed=waiting is self.idle)
 
     def _fill(self, *, fresh: bool) -> None:
         """Start spares: of several, one has built nothing; a single one is of the kind that was wanted last."""
+        self._filled = True
         if fresh and self._spares == len(self._ready) == 1 and self._pasts.get(self._ready[0]):
             self.discard(self._ready.pop())
         while len(self._ready) < self._spares:

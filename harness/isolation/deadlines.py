@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict, deque
 
 from attnfuzz.strategies.case import Case
@@ -13,6 +14,8 @@ DEADLINE = 60.0
 _COMPILE_TIMES = 10.0
 _FLOOR, _TIMES_USUAL, _ENOUGH, _REMEMBERED = 0.5, 20.0, 3, 50
 """A stage is suspected to hang after 20 times its usual time, and half a second at least."""
+_TIMES_MEDIAN, _TIMES_LONGEST, _LATEST = 10.0, 4.0, 10
+"""Where it is known to hang: after ten times the median, and four times the longest, of the latest Cases of no more scores."""
 _CODES = 4096
 """Codes that are remembered to have run, the latest: where Cases have modifiers, nearly each has a code of its own."""
 _LARGER = 4
@@ -38,7 +41,8 @@ class Deadlines:
         self.full = {"start": 180.0, "compile": compile_deadline or _COMPILE_TIMES * deadline, "end": 30.0}
         """The deadline of each stage, in seconds."""
         self.full |= dict.fromkeys(("inputs", "kernel", "oracle", "judge"), deadline)
-        self._usual: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self._usual: dict[tuple[str, str], deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        """The scores and seconds of the latest Cases."""
         self._finished: dict[int, None] = {}
         """Hashes of kernels with compile keys, which are long where there are modifiers."""
         self._most_scores: dict[str, int] = {}
@@ -53,18 +57,28 @@ class Deadlines:
         seen = hash((kernel, compile_key)) in self._finished and scores <= _LARGER * self._most_scores.get(kernel, 0)
         for stage, full in self.full.items():
             usual = self._usual[kernel, stage]
-            # Where a hang is known, a short deadline can only cost a smaller Case: the final one runs with full deadlines.
-            known = self.is_known_to_hang(kernel, stage) and usual
             # A compile is quick where its code is loaded already, and slow again in every new child.
             steady = stage != "compile" and len(usual) >= _ENOUGH and seen
-            if known or steady:
-                deadlines[stage] = min(full, times * max(_FLOOR, _TIMES_USUAL * max(usual)))
+            if self.is_known_to_hang(kernel, stage) and usual:
+                deadlines[stage] = min(full, times * max(_FLOOR, self._enough(kernel, stage, scores)))
+            elif steady:
+                deadlines[stage] = min(full, times * max(_FLOOR, _TIMES_USUAL * max(each for _, each in usual)))
         return deadlines
+
+    def _enough(self, kernel: str, stage: str, scores: int) -> float:
+        """Return seconds after which a Case counts as hanging where others have hung.
+
+        Too few can only cost a smaller Case: the final one runs with full deadlines. Shrinking has run Cases that are alike.
+        """
+        usual = self._usual[kernel, stage]
+        most = max(scores, min(each for each, _ in usual))
+        latest = [seconds for each, seconds in usual if each <= most][-_LATEST:]
+        return max(_TIMES_MEDIAN * statistics.median(latest), _TIMES_LONGEST * max(latest))
 
     def learn(self, kernel: str, compile_key: str, seconds: dict[str, float], scores: int) -> None:
         """Remember how long each stage took of a Case with so many scores that has ended."""
         for stage, each in seconds.items():
-            self._usual[kernel, stage].append(each)
+            self._usual[kernel, stage].append((scores, each))
         code = hash((kernel, compile_key))
         self._finished.pop(code, None)
         self._finished[code] = None

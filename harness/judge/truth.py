@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnfuzz.harness.judge.failure import BY_QUERY
 from attnfuzz.harness.judge.host import on_host
 from attnfuzz.kernels.contract import Deviations, Inputs
 from attnfuzz.kernels.problem import Dtype, OutputName, Problem
@@ -15,9 +16,9 @@ from attnfuzz.oracles import attention, blockwise
 from attnfuzz.oracles.budgets.bounds import Budget, Budgets, budgets
 from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Repeats
-from attnfuzz.oracles.formats import Format, half_ulp
+from attnfuzz.oracles.formats import TINY, Format, half_ulp
 
-__all__ = ["LOG_2", "WHOLE", "HeadTruths", "Truth", "Truths", "is_tiny", "truth"]
+__all__ = ["LOG_2", "WHOLE", "HeadTruths", "Truth", "Truths", "flushed_sums", "is_tiny", "truth"]
 
 LOG_2 = 0.6931471805599453
 _SINGLE = Format.of("float32")
@@ -41,11 +42,15 @@ class Truth:
     doubted: int = 0
     """Elements not judged because float32 may decide mask_mod's comparisons of floats either way."""
 
-    def reorder(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def reorder(self, one: torch.Tensor, other: torch.Tensor, flushed: float) -> torch.Tensor:
         """Return how far outputs of two runs may differ that add in different orders: two sums' errors, two last roundings."""
-        error = self.allowed if self.budget is None or self.budget.reorder is None else self.budget.reorder
         largest = torch.maximum(one.abs(), other.abs()).nan_to_num(nan=0.0, posinf=self.form.largest)
-        return (2 * (error + half_ulp(largest, self.form))).masked_fill_(self.allowed == torch.inf, torch.inf)
+        return 2 * (self.order_error(flushed) + half_ulp(largest, self.form))
+
+    def order_error(self, flushed: float) -> torch.Tensor:
+        """Return what the order of a sum's additions may change, infinite where nothing is judged; `flushed`: `flushed_sums`."""
+        error = self.allowed if self.budget is None or self.budget.reorder is None else self.budget.reorder
+        return (error + flushed).masked_fill_(self.allowed == torch.inf, torch.inf)
 
 
 class Truths(dict[OutputName, Truth]):
@@ -147,6 +152,16 @@ def is_tiny(problem: Problem) -> bool:
     rows, keys, dims = max(problem.seqlens_q), max(problem.seqlens_k), problem.dim_qk + problem.dim_v
     elements = (problem.total_q * problem.heads + problem.total_k * problem.kv_heads) * dims
     return problem.batch * problem.heads * rows * keys * dims <= _HOST_PRODUCTS and elements <= _HOST_ELEMENTS
+
+
+def flushed_sums(problem: Problem, name: OutputName) -> float:
+    """Return what an output's sum loses where the device flushes sums below the smallest normal float32, by their order.
+
+    A sum of n terms has at most n - 1 sums of some of them, and each of these loses less than tiny: atomic additions of float32
+    in global memory flush (PTX ISA, `atom`). dQ and dK may be scaled after that.
+    """
+    terms = max(problem.seqlens_k) if name in BY_QUERY else max(problem.seqlens_q) * problem.groups
+    return terms * TINY * (max(1.0, abs(problem.scale)) if name in ("dq", "dk") else 1.0)
 
 
 def _on_host(inputs: Inputs) -> Inputs:

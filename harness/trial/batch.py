@@ -38,7 +38,7 @@ from attnfuzz.harness.trial.writes import Suspicion, suspicion_of
 from attnfuzz.kernels.contract import Built, Device, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
 from attnfuzz.oracles.relations.transfer import Move, moved
-from attnfuzz.strategies.case import CALLS, RELATIONS, STREAMS, Case, Recipe
+from attnfuzz.strategies.case import CALLS, RELATIONS, Case, Recipe
 from attnfuzz.strategies.earlier_calls import earlier_problems
 
 __all__ = ["run_batch"]
@@ -110,7 +110,7 @@ class _BatchBench(_PreparedBench):
         """Run forward and backward on copies of `inputs`, without waiting."""
         if not math.isnan(fill):
             # The second launch of a Case that is judged already.
-            return super().launch(ready, inputs, fill=fill, bands=bands)
+            return self.checked_launch(ready, inputs, fill=fill, bands=bands)
         with self.clock.stage("kernel"):
             rows = self.kernel.capabilities.slack_rows
             outcome = start(self.case, ready, inputs, self.device, fill=fill, bands=bands, wait=False, slack_rows=rows)
@@ -200,8 +200,8 @@ class _Batch:
             suspicions: list[Suspicion] = []
             before = earlier[number]
             bench: Bench = _BatchBench(case, kernel, self._device, own, numbers, suspicions, before=before, known=known)
-            if case.check in (*RELATIONS, *STREAMS):
-                # Launches of a relation are compared at once, those on other streams are waited for one by one.
+            if case.check in RELATIONS:
+                # Its launches are compared at once.
                 bench = _PreparedBench(case, kernel, self._device, own, numbers, known=known)
             self._runs.append(_Run(number, bench, suspicions, CHECKS[case.check](bench), met))
         for run in self._runs:
@@ -258,28 +258,27 @@ class _Batch:
                 run.drop()
 
     def judge(self) -> None:
-        """Judge all outputs together, then run each Case to its end."""
-        waiting = [run for run in self._runs if run.launched is not None]
-        launched = [run.launched for run in waiting if run.launched is not None]
-        if not launched:
-            return
-        judgements: list[Judged | None] = [None] * len(launched)
-        deviations = waiting[0].bench.kernel.capabilities.deviations
-        with self._shared("oracle", waiting):
+        """Judge all outputs together and resume the checks, as long as any asks for more to be judged."""
+        while waiting := [run for run in self._runs if run.launched is not None]:
+            judgements = self._judged(waiting)
+            for place, run in enumerate(waiting):
+                judged, judgements[place] = judgements[place], None
+                self._end(run, judged)
+            self._move()
+            for run in _sharing_memory(self._runs):
+                run.alone = True
+                run.drop()
+
+    def _judged(self, runs: Sequence[_Run]) -> list[Judged | None]:
+        """Return the judgement of each run's outputs; None: it is to be judged by itself."""
+        launched = [run.launched for run in runs if run.launched is not None]
+        with self._shared("oracle", runs):
             try:
-                judgements = judge_batch(launched, deviations, self._device)
+                return judge_batch(launched, runs[0].bench.kernel.capabilities.deviations, self._device)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-        launched.clear()
-        for place, run in enumerate(waiting):
-            judged, judgements[place] = judgements[place], None
-            self._end(run, judged)
-        self._move()
-        for run in self._runs:
-            while run.launched is not None:
-                self._end(run, None)
-                self._move()
+        return [None] * len(launched)
 
     def _end(self, run: _Run, judged: Judged | None) -> None:
         """Resume a check with the judgement of its outputs; None: they are judged here."""

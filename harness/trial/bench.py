@@ -105,9 +105,14 @@ class Bench:
             WentWrong: it raised, or wrote outside its tensors.
             DeviceLost: it broke the device for this process.
         """
+        return self.checked_launch(ready, inputs, fill=fill, bands=bands)
+
+    def checked_launch(self, ready: Built, inputs: Inputs, *, fill: float = math.nan, bands: Bands | None = None) -> Outputs:
+        """Do the same, in a batch as well with where it wrote checked at once."""
         with self.clock.stage("kernel"):
             rows = self.kernel.capabilities.slack_rows
-            outcome = launch(self.case, ready, inputs, self.device, fill=fill, bands=bands, slack_rows=rows, slack=self.slack)
+            how: dict[str, Any] = {"fill": fill, "bands": bands, "wait": self.waits, "slack_rows": rows, "slack": self.slack}
+            outcome = launch(self.case, ready, inputs, self.device, **how)
         if isinstance(outcome, Failure):
             raise WentWrong(outcome)
         return outcome

@@ -55,6 +55,7 @@ def launch(
     *,
     fill: float = math.nan,
     bands: Bands | None = None,
+    wait: bool = True,
     slack_rows: SlackRows = "anything",
     slack: list[Failure] | None = None,
 ) -> Outputs | Failure:
@@ -67,13 +68,14 @@ def launch(
         device: the inputs' device.
         fill: value of memory that the kernel allocates but does not write.
         bands: new ones, if the caller will check them again; they keep all tensors of this launch alive.
+        wait: as in `start`; the checks are waited for anyway.
         slack_rows: what the kernel declares of its outputs; checked where `fill` is NaN.
         slack: gets the Failure of slack rows, which makes no other row doubtful.
 
     Raises:
         DeviceLost: the kernel broke the device for this process.
     """
-    outcome = start(case, ready, inputs, device, fill=fill, bands=bands, wait=True, slack_rows=slack_rows)
+    outcome = start(case, ready, inputs, device, fill=fill, bands=bands, wait=wait, slack_rows=slack_rows)
     if isinstance(outcome, Failure):
         return outcome
     if (failure := outcome.writes.failure()) is not None:

@@ -52,6 +52,8 @@ _ZEROS = {
 """Ops that make zeros, and those that make the same tensor unfilled."""
 _BY_SHAPE = frozenset({_aten.empty.memory_format, _aten.new_empty.default})
 _SETTINGS = frozenset({"dtype", "device", "layout", "pin_memory", "memory_format"})
+_QUANTISED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+"""Tensors of these lie between no bands: torch fills none."""
 _MOST = 1 << 40
 """Elements of a tensor whose form is found without its op, which refuses what is too large."""
 
@@ -122,7 +124,7 @@ def form_of_new(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 def contiguous(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Sequence[int] | None = None
 ) -> Form | None:
-    """Return the form of a tensor without gaps; None for one without elements, and for one that torch may refuse.
+    """Return the form of a tensor without gaps; None for one without elements, one that torch may refuse, and a quantised one.
 
     `strides`: its own, which may differ in dimensions of one element.
     """
@@ -133,7 +135,7 @@ def contiguous(
         if type(size) is not int or size <= 0:
             return None
         count *= size
-    if count >= _MOST:
+    if count >= _MOST or dtype in _QUANTISED:
         return None
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

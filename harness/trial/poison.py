@@ -7,7 +7,7 @@ its inputs, lies between guard bands (bands.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -123,13 +123,17 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         between = self._bands.like(form_of(result), _OWN, own_storage=traits.copies, later=self._later())
         return between.copy_(result)
 
-    def _empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return what torch.empty returns in this mode, without the way through torch's dispatcher, the longest part."""
-        form = contiguous(size, dtype, device)
-        if form is None or device.type not in _DEVICES:
-            return torch.empty(size, dtype=dtype, device=device)
-        with no_dispatch():
-            return self._between_bands(form)
+    def _empty(self, *size: Any, **settings: Any) -> torch.Tensor:
+        """Return what torch.empty returns in this mode, mostly without the way through torch's dispatcher, the longest part."""
+        dtype, device = settings.get("dtype"), settings.get("device")
+        plain = len(size) == 1 and isinstance(size[0], tuple) and len(settings) == 2
+        if plain and isinstance(dtype, torch.dtype) and isinstance(device, torch.device) and device.type in _DEVICES:
+            form = contiguous(size[0], dtype, device)
+            if form is not None:
+                with no_dispatch():
+                    return self._between_bands(form)
+        tensor: torch.Tensor = torch.empty(*size, **settings)
+        return tensor
 
     def _between_bands(self, form: Form, *, zeros: bool = False, own_storage: bool = False) -> torch.Tensor:
         """Return a new tensor between bands: zeros, or filled with the value of memory that nothing has written."""

@@ -113,11 +113,12 @@ class CudaStreams:
         results: list[_T] = []
         # A tensor or graph that is freed meanwhile would end the capture.
         gc.disable()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            results.append(call())
-        except BaseException as error:  # the capture must be ended whatever a kernel raises
-            raised = error
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                results.append(call())
+            except BaseException as error:  # the capture must be ended whatever a kernel raises
+                raised = error
         finally:
             if collects:
                 gc.enable()

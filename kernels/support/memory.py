@@ -39,7 +39,7 @@ __all__ = [
 MemoryKind = Literal["out-of-bounds", "outside-view", "duplicate-store", "race", "uninitialised", "masked-load"]
 Operation = Literal["load", "store", "atomic"]
 Empty = Callable[..., "torch.Tensor"]
-"""torch.empty of a size, with dtype and device as keywords."""
+"""torch.empty; fastest with a size as one tuple, and dtype and device as keywords."""
 Masked = Literal["refused", "anything", "zero"]
 """Masked elements of a load without `other`, which Triton leaves undefined. refused: the load is a fault; anything: NaN or the
 largest integer; zero: 0, as what Triton compiles for NVIDIA's GPUs leaves there."""

@@ -1,8 +1,9 @@
 """`torch.efficient`: PyTorch's memory-efficient attention (CUTLASS), the raw op in its dense and its ragged form.
 
 Query and value dims may differ; heads may not be grouped. A float32 product consists of three tf32 products (CUTLASS'
-OpMultiplyAddFastF32), close to float32 itself and therefore not declared as a deviation. The op pads LSE to a multiple of 32 rows
-with +inf; its backward gets that padding back unchanged. The backward computes dS from P as rounded for dV, which is declared.
+OpMultiplyAddFastF32, on devices from sm_80 on), which is declared: each is close to float32 itself, but their sums are truncated.
+The op pads LSE to a multiple of 32 rows with +inf; its backward gets that padding back unchanged. The backward computes dS from P
+as rounded for dV, which is declared.
 
 scaled_dot_product_attention never calls it for a tensor or a sequence without elements; neither does this adapter.
 
@@ -41,7 +42,7 @@ _CAPABILITIES: Final = Capabilities(
     layouts=False,
     compiles_on=(),
     deterministic=("o", "lse", "dk", "dv"),
-    deviations=Deviations(ds_from_rounded_p=True),
+    deviations=Deviations(ds_from_rounded_p=True, tf32x3_on=("cuda",)),
 )
 
 _OPS: Final = (

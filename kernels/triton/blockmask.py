@@ -20,7 +20,7 @@ from attnfuzz.kernels.problem import Problem, reject
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WIDEST", "Band", "BlockMask", "Lists", "band_of", "block_mask", "blocks_in", "stream_of"]
+__all__ = ["WIDEST", "Band", "BlockMask", "Lists", "band_of", "block_mask", "blocks_in", "captures", "stream_of"]
 
 WIDEST = 2**31 - 1
 _CHUNK = 1 << 24
@@ -103,14 +103,15 @@ def block_mask(
         sizes: "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k".
         tensors: captured tensors by name.
         block: queries and keys of a block.
-        device: device of the lists; for a mask that reads no captured tensor they are cached, for each stream.
+        device: device of the lists; for a mask that reads no captured tensor they are cached, for each stream, except in the
+            capture of a CUDA graph: what it makes has no values yet, and what was made before may be gone when it is replayed.
 
     Raises:
         BadArgument: a block without queries or keys.
     """
     if min(block) < 1:
         raise reject("block", block, "it has queries and keys", "give positive numbers")
-    if captured(tree):
+    if captured(tree) or captures(device):
         return _listed(tree, band, dict(sizes), tensors, block, device)
     return _remembered(tree, band, tuple(sorted(sizes.items())), block, str(device), stream_of(device))
 
@@ -121,6 +122,13 @@ def stream_of(device: Any) -> int:
 
     where = torch.device(device)
     return int(torch.cuda.current_stream(where).cuda_stream) if where.type == "cuda" else 0
+
+
+def captures(device: Any) -> bool:
+    """Whether the device's current CUDA stream is being captured into a graph."""
+    import torch
+
+    return bool(torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 @functools.lru_cache(maxsize=64)

@@ -239,17 +239,20 @@ class BuiltFlex:
         return tuple(each.contiguous() for each in inputs.captured)
 
     def _lists(self, inputs: Inputs) -> tuple[Band, _Joined]:
-        """The band and the block lists; those of the last call, if the captured tensors are the same and unchanged."""
+        """The band and the block lists; outside a capture those of the last call, if captured tensors are unchanged."""
         p = inputs.problem
         band: Band = self._masks.band_of(p)
         stream: int = self._masks.stream_of(inputs.q.device)
-        if self._last is None or not self._last.fits(inputs, stream):
-            tensors = {each.name: tensor for each, tensor in zip(self._tensors, inputs.captured, strict=True)}
-            mask: BlockMask = self._masks.block_mask(mask_of(p), band, p.sizes, tensors, self._block, inputs.q.device)
-            lists = _Joined(_joined(mask.keys_partial, mask.keys_full), _joined(mask.queries_partial, mask.queries_full))
+        remembers = not self._masks.captures(inputs.q.device)
+        if remembers and self._last is not None and self._last.fits(inputs, stream):
+            return band, self._last.lists
+        tensors = {each.name: tensor for each, tensor in zip(self._tensors, inputs.captured, strict=True)}
+        mask: BlockMask = self._masks.block_mask(mask_of(p), band, p.sizes, tensors, self._block, inputs.q.device)
+        lists = _Joined(_joined(mask.keys_partial, mask.keys_full), _joined(mask.queries_partial, mask.queries_full))
+        if remembers:
             of = tuple((weakref.ref(each), _version(each)) for each in inputs.captured)
             self._last = _Remembered(p, inputs.q.device, stream, of, lists)
-        return band, self._last.lists
+        return band, lists
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -39,6 +39,7 @@ _CAPABILITIES: Final = Capabilities(
     sinks=True,
     devices=("cpu", "cuda"),
     deterministic=OUTPUT_NAMES,
+    cuda_graphs=("forward", "backward"),
 )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.oracles.attention import SequenceData, sequences
-from attnfuzz.oracles.formats import EPS, TF32, Format
+from attnfuzz.oracles.formats import CUT_OF_TF32X3, EPS, TF32, Format
 from attnfuzz.oracles.relations import constant_formulas as formulas
 from attnfuzz.oracles.relations.constant_formulas import Roundings
 from attnfuzz.oracles.relations.difference import Difference, Related, Setup, exactly
@@ -26,7 +26,9 @@ def constant_v(setup: Setup) -> Related:
     With c that row of V, u the dtype's unit roundoff, p_i as in `sizes`:
 
         |O_i - c| <= M_i = |c| min(u, 5 u hypot(p_i, min(1, 4 u / sigma_i))) + fp32 terms, before its rounding (P is rounded,
-                           its row sum is not; P that hardly differ are rounded alike); by tf32 2 u |c|, as P and c are truncated
+                           its row sum is not; P that hardly differ are rounded alike); by tf32 2 u |c|, as P and c are truncated;
+                           by tf32x3 eps (24 + 21 n / 16) |c| more, as sums are, of n keys (`OF_TF32X3`, `CUT_OF_TF32X3`);
+                           in other float32 sums eps n / 2 min(1, n eps / sigma_i) |c| more, as equal terms are rounded alike
         |dS_ij| <= P_ij B_i,   B_i = sum_d |dO| (|O_i - c| + M_i) + eps (8 + dim_v / 8) sum_d |dO c|
         |dQ_i| <= |scale| B_i max_j |k_j|
         |dK_j| <= |scale| sum_i B_i |q_i| min(1, exp(|scale| |q_i| max_j |k_j| - LSE_i))
@@ -58,7 +60,9 @@ def constant_v(setup: Setup) -> Related:
 def _roundings(setup: Setup, noise: Noise) -> Roundings:
     form = Format.of(setup.problems[0].dtype)
     u = noise.u if noise.half or noise.u > form.u else 0.0
-    return Roundings(u=u, form=form, truncates=noise.half or u > 0, tf32=noise.tf32, splits=noise.errors.splits)
+    return Roundings(
+        u=u, form=form, truncates=noise.half or u > 0, tf32=noise.tf32, tf32x3=noise.tf32x3, splits=noise.errors.splits
+    )
 
 
 def _constant_o(setup: Setup, part: SequenceData, noise: Noise, outputs: Outputs) -> Iterator[Difference]:
@@ -115,7 +119,8 @@ def _sums(setup: Setup, part: SequenceData, noise: Noise, outputs: Outputs) -> D
     same = alike.amax() if alike.numel() else alike.new_zeros(())
     terms = problem.groups * part.q.shape[1]
     # Tensor cores truncate the sum at each step of 16 rows, and truncate equal parts of the keys' sums alike.
-    own, squares = formulas.of_keys(d_v, same, EPS * terms / 16 if of.truncates else 0.0, of.form)
+    by_row = 1 / 16 if of.truncates else CUT_OF_TF32X3 if of.tf32x3 else 0.0
+    own, squares = formulas.of_keys(d_v, same, EPS * terms * by_row, of.form)
     truncated = own.sum(1, keepdim=True)
     if noise.tf32:
         truncated = truncated + TF32 * grouped(d_size)

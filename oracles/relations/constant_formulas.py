@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnfuzz.oracles.formats import EPS, TF32, Format, half_ulp, rounded
+from attnfuzz.oracles.formats import CUT_OF_TF32X3, EPS, OF_TF32X3, TF32, Format, half_ulp, rounded
 from attnfuzz.oracles.fused import fused
 
 __all__ = ["Roundings", "alike_of_live", "of_dk", "of_dq", "of_keys", "of_o", "of_rows", "of_sum", "rows_of_dk"]
@@ -23,6 +23,7 @@ class Roundings:
     form: Format
     truncates: bool
     tf32: bool
+    tf32x3: bool
     splits: bool
 
 
@@ -45,7 +46,9 @@ def of_o(
     # P and c are truncated by tf32, not rounded: always toward zero.
     relative = torch.zeros_like(p) + TF32 if of.tf32 else (rounding * alike).clamp(max=of.u + of.form.eta)
     # The terms of O have one sign: tensor cores truncate their sum at each step of 16 keys.
-    steps = n / 8 if of.truncates else torch.zeros_like(n)
+    steps = n / 8 if of.truncates else _alike_in_sums(n, sigma)
+    if of.tf32x3:
+        steps = n * CUT_OF_TF32X3 + OF_TF32X3
     before = (relative + (n.sqrt() * 2 + 8 + steps) * EPS) * expected.abs()
     top, bottom = rounded(expected + before, of.form), rounded(expected - before, of.form)
     allowed = torch.where(live, torch.maximum(top - expected, expected - bottom), 0.0)
@@ -124,3 +127,13 @@ def of_sum(
 def _alike(sigma: torch.Tensor, u: float) -> torch.Tensor:
     """Return the share of P's roundings that does not average out: P within 4 u, as with a scale of 0, are rounded alike."""
     return (torch.zeros_like(sigma) + 4 * u) / sigma.clamp(min=1e-300).clamp(min=4 * u) if u else torch.zeros_like(sigma)
+
+
+def _alike_in_sums(n: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """Return the error of a sum of n terms that are added one by one in float32, in eps of it, beyond that of random terms.
+
+    Equal terms are rounded alike while the sum keeps its last bit: each by up to eps of the sum so far, half of the whole on
+    average. Terms count as equal within half of that bit, which is at most n eps of a term: P that spread by less.
+    """
+    alike = n * EPS
+    return n / 2 * (alike / torch.maximum(sigma, alike))

@@ -16,6 +16,10 @@ the keys' mean, plus rms(k) sigma_i q_i / |q_i|, since keys with more weight poi
 dS lose eta each. fp32 arithmetic adds a few eps, times the magnitude of the exponents, and sqrt(n) of accumulation. The unit of
 `Noise` is the sum of all, with u in place of 0.6 u.
 
+Sums by tf32x3 are cut toward zero, in proportion to the partial sums (`CUT_OF_TF32X3`), which depend on the order of the keys.
+Of n random terms, partial sums have 0.53 of the size of the whole on average, so that O and dQ are off by 0.53 * 21 / 16 n eps. A
+bit counts as 2 eps there, where 1.4 is usual: that is room for the error of the other run.
+
 Limits are multiples of it: 6.2 for an element, 1.8 for the root mean square of a row of 64, 1.2 for a long head
 (`worst.limit`). A row that is the sum of fewer terms than it has elements has as many independent errors as terms: with one
 query and 192 dims, two runs of torch's memory-efficient attention had a row of dK 1.38 x the limit of 192 on an H100.
@@ -40,7 +44,7 @@ import torch
 from attnfuzz.kernels.contract import Deviations, Device
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.attention import SequenceData
-from attnfuzz.oracles.formats import EPS, Format
+from attnfuzz.oracles.formats import CUT_OF_TF32X3, EPS, Format
 from attnfuzz.oracles.relations import size_formulas as formulas
 from attnfuzz.oracles.relations.difference import Difference
 from attnfuzz.oracles.relations.size_formulas import Errors
@@ -49,6 +53,7 @@ __all__ = ["Noise", "Seeing", "first_seeing", "key_counts", "rms", "rows_of"]
 
 _TF32 = 2.0**-10
 _LN_2 = math.log(2.0)
+_CUT = 0.53 * CUT_OF_TF32X3
 
 
 def key_counts(problem: Problem, index: int, device: torch.device | str) -> torch.Tensor:
@@ -124,6 +129,7 @@ class Noise:
         self._groups, self._deviations, self.keys = problem.groups, deviations, data.k.shape[1]
         self._masked = problem.causal is not None
         tf32 = self.tf32 = problem.dtype == "float32" and device in deviations.tf32_on
+        self.tf32x3 = problem.dtype == "float32" and not tf32 and device in deviations.tf32x3_on
         half = self.half = problem.dtype != "float32"
         u = self.u = _TF32 if tf32 else form.u
         # Delta's error over that of O's rounding: rounded products, and partial O, add as much each.
@@ -182,6 +188,11 @@ class Noise:
         return rms(self.q_size, self.q.numel())
 
     @cached_property
+    def _of_keys(self) -> torch.Tensor:
+        """The error of float32 arithmetic of each row of O and dQ, sums over keys."""
+        return self._fp32 + self.seeing.counts * (_CUT * EPS) if self.tf32x3 else self._fp32
+
+    @cached_property
     def _most(self) -> torch.Tensor:
         """The largest error of float32 arithmetic of a row."""
         return self._fp32.amax()
@@ -194,7 +205,7 @@ class Noise:
     def unit(self, name: OutputName, expected: torch.Tensor) -> torch.Tensor:
         """Return the typical error of each element of an output of value `expected`; for LSE the largest error."""
         counts = self.seeing.counts
-        of_p = (self.p, self.exponent, self._fp32, counts)
+        of_p = (self.p, self.exponent, self._of_keys, counts)
         match name:
             case "lse":
                 allowed = formulas.of_lse(self.exponent, counts, self.p, self.errors, self._deviations.l_from_rounded_p)[..., 0]

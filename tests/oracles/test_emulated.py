@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support.emulated.arithmetic import cut_to_tf32, product, toward_zero
+from support.emulated.arithmetic import cut_to_tf32, halves_of, product, toward_zero
 from support.emulated.choices import Choices, drawn_config, sample
 from support.emulated.faults import FAULTS, NumericFault
 from support.emulated.kernel import KERNEL, PRESCALED, TF32, fault_kernel, registered
@@ -21,6 +21,7 @@ from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Dtype, Needs, Problem
+from attnfuzz.oracles.formats import CUT_OF_TF32X3, EPS, OF_TF32X3
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe
 from attnfuzz.strategies.shapes import all_variants
 
@@ -218,13 +219,14 @@ def test_products_accumulate_as_they_say() -> None:
     exact = 1 + 31 * 2.0**-24
     assert product(one, ones, "rz").item() < exact  # cut at each of the two additions
     assert product(one, ones, "tc").item() == 1 + 2.0**-23 * math.floor(15 * 0.5) + 2.0**-23 * 8
+    assert product(one, ones, "fma").item() == 1.0  # each addition is halfway, and to even
     small = torch.tensor([[1.0] + [2.0**-26] * 15])
     assert product(small, torch.ones(16, 1), "tc").item() == 1.0  # below the two extra bits: each term is cut to nothing
     assert product(small, torch.ones(16, 1), "rz").item() == 1 + 2.0**-23
     half = torch.tensor([[1.0] * 16 + [2.0**-12] * 16])
     assert product(half, ones, "half", dtype=torch.float16).item() == 1 * 16
     start = torch.tensor([[2.0]])
-    for mode in ("f32", "rz", "tc"):
+    for mode in ("f32", "fma", "rz", "tc"):
         assert product(torch.ones(1, 4), torch.ones(4, 1), mode, start).item() == 6.0  # type: ignore[arg-type]
 
 
@@ -256,3 +258,42 @@ def test_tf32_is_within_its_budgets() -> None:
 )
 def test_tf32_cuts_toward_zero(given: float, kept: float) -> None:
     assert float(cut_to_tf32(torch.tensor([given]))) == kept
+
+
+def test_tf32x3_adds_products_of_halves_in_blocks_of_4() -> None:
+    one = torch.tensor([[1.0] + [2.0**-24] * 7])
+    # 1.5 units of 2^-23 are cut to 1, and 4 terms more are 2.
+    assert product(one, torch.ones(8, 1), "tf32x3").item() == 1 + 3 * 2.0**-23
+    # Of a low half of 13 bits 11 are kept: half of the last one's unit is added.
+    high, low = halves_of(torch.tensor([1 + 2.0**-11 + 2.0**-22, 1 + 2.0**-11 + 2.0**-23]))
+    assert high.tolist() == [1.0, 1.0]
+    assert low.tolist() == [2.0**-11 + 2.0**-21, 2.0**-11]
+    exact = torch.tensor([[1 + 2.0**-11]])
+    assert product(exact, exact, "tf32x3").item() == 1 + 2.0**-10  # without the product of the low halves, 2^-22
+    assert product(exact, exact, "tf32").item() == 1.0
+    assert product(torch.ones(1, 9), torch.ones(9, 1), "tf32x3", torch.tensor([[2.0]])).item() == 11.0
+
+
+def test_products_by_tf32x3_are_off_by_what_is_known_of_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.rand((2, 20_000, 1, 1), generator=generator) + 1
+    exact = x.double() * y.double()
+    off = (product(x, y, "tf32x3").double() - exact) / exact / EPS
+    # The sum of one product is cut three times.
+    assert -OF_TF32X3 - 6 <= float(off.min()) < -OF_TF32X3 / 2
+    assert float(off.max()) <= 8
+
+
+@pytest.mark.parametrize("terms", [64, 1024])
+def test_sums_by_tf32x3_are_cut_by_less_than_assumed(terms: int) -> None:
+    generator = torch.Generator().manual_seed(terms)
+    x = torch.rand((40, terms), generator=generator) / terms
+    constant = torch.full((terms, 1), 1.2345678)
+    # The first term is most of the sum: all that follows is added to a sum of this size, of a large unit or a small one.
+    for first in (1.0, 1.9):
+        x[:, 0] = first
+        exact = x.double() @ constant.double()
+        off = (product(x, constant, "tf32x3").double() - exact) / exact / EPS
+        assert -CUT_OF_TF32X3 * terms - OF_TF32X3 <= float(off.min())
+        # Not by far: 0.67 and 0.85 eps for each of many terms.
+        assert float(off.mean()) < -CUT_OF_TF32X3 * terms / 3

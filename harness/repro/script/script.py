@@ -19,7 +19,7 @@ import torch
 from attnfuzz.harness.campaign.corpus import CaseFile
 from attnfuzz.harness.campaign.runner import tries
 from attnfuzz.harness.isolation.kernel_ref import global_of
-from attnfuzz.harness.judge.truth import Truth, Truths
+from attnfuzz.harness.judge.truth import Truth, Truths, flushed_sums
 from attnfuzz.harness.report.describe import describe_case, needs_earlier
 from attnfuzz.harness.repro.script import runtime
 from attnfuzz.harness.repro.script.lines import head
@@ -162,7 +162,10 @@ def _packed(stored: CaseFile, kernel: Kernel, device: Device) -> tuple[PackedCas
     in_doubt = any(truths.budgets.doubted.values())
     outputs = {str(name): pack.interval(name, true, p, skip=True) for name, true in truths.items()}
     outputs |= {f"d {name}": pack.interval(f"d {name}", true, p, skip=in_doubt) for name, true in truths.captured.items()}
-    reorder = {str(name): pack.reorder(name, true, p) for name, true in truths.items()} if p in calls[:-1] else {}
+    reorder = {}
+    if p in calls[:-1]:
+        errors = {name: true.order_error(flushed_sums(p, name)) for name, true in truths.items()}
+        reorder = {str(name): pack.tensor(f"{name} reorder", _as_returned(p, name, x)) for name, x in errors.items()}
     _check_size(sum(len(content) for _, content in pack.allocations))
     exact = kernel.capabilities.deterministic
     packed = PackedCase(kernel, device, case.config, tables, outputs, reorder, exact, tries(stored.rate), elsewhere, others)
@@ -209,11 +212,6 @@ class _Pack:
         low = low.masked_fill(true.allowed.isinf(), math.nan) if skip else low
         parts = {"expected": true.expected, "allowed": true.allowed.float(), "lowest": low, "highest": high}
         return tuple(self.tensor(f"{name} {part}", _as_returned(problem, name, x)) for part, x in parts.items())
-
-    def reorder(self, name: str, true: Truth, problem: Problem) -> Stored:
-        """Keep the error of another order of additions."""
-        error = true.allowed if true.budget is None or true.budget.reorder is None else true.budget.reorder
-        return self.tensor(f"{name} reorder", _as_returned(problem, name, error.masked_fill(true.allowed.isinf(), math.inf)))
 
 
 def _as_returned(problem: Problem, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from attnfuzz.harness.judge.batch import Launched
 from attnfuzz.harness.judge.contract import heads_first, valid_rows
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, where
 from attnfuzz.harness.judge.judge import Truth, place_of
+from attnfuzz.harness.judge.truth import flushed_sums
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
@@ -189,7 +190,7 @@ def _difference(
     device = after.device if true is None else true.expected.device
     was, now = (heads_first(problem, name, each.to(device)) for each in (before, after))
     same = (was == now) & (was.signbit() == now.signbit()) | was.isnan() & now.isnan()
-    limit = torch.zeros_like(was) if exact or true is None else true.reorder(was, now)
+    limit = torch.zeros_like(was) if exact or true is None else true.reorder(was, now, flushed_sums(problem, name))
     if not exact:
         same |= (was == now) | ((now - was).abs() <= limit)
     return _Difference(name, was, now, same, limit, exact)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -31,6 +32,7 @@ from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.checks.calls import alike, cloned, compared, plain
 from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.launch import copied, split
+from attnfuzz.harness.trial.runs import differing
 from attnfuzz.harness.trial.side_streams import Streams, streams_of
 from attnfuzz.kernels.contract import Built, Gradients, Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName
@@ -57,7 +59,9 @@ def on_streams(bench: Bench) -> Steps:
     """Make a plain call, then the same as the Case's check says; judge the first, and the last where it differs."""
     case, ready, inputs = bench.case, bench.ready(), bench.inputs()
     first = bench.launch(ready, inputs)
-    kept = cloned(first)
+    # A kernel may return the same memory every time.
+    captured = tuple(x.detach().clone() if x is not None and plain(x) else x for x in first.d_captured)
+    kept = dataclasses.replace(cloned(first), d_captured=captured)
     judged = yield Launched(case.kernel, inputs, first, case.config)
     verdict = name_unwritten(bench, ready, inputs, first, judged.verdict)
     if verdict.status == "fail":
@@ -66,8 +70,9 @@ def on_streams(bench: Bench) -> Steps:
         elsewhere = _LAUNCHES[case.check](bench, inputs)
     except WentWrong as error:
         raise WentWrong(_said(bench, error.failure)) from error
-    failures = [_said(bench, each) for each in elsewhere.failures]
-    if not _equal(bench, kept, elsewhere.outputs):
+    equal, early = _compared(bench, kept, elsewhere)
+    failures = [_said(bench, each) for each in early]
+    if not equal:
         judged = yield Launched(case.kernel, inputs, elsewhere.outputs, case.config)
         differing = yield from compared(bench, judged.verdict, first, kept, elsewhere.outputs, judged.truths)
         # An output that differs from that of a right call is one failure, and no numeric one.
@@ -87,12 +92,16 @@ def beside(recipe: Recipe) -> Recipe:
     return replace(recipe, seed=recipe.seed - 1 if recipe.seed else 1)
 
 
+_Read: TypeAlias = dict[OutputName, tuple[torch.Tensor, torch.Tensor]]
+"""Outputs, and what an operation behind the call read in them."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Elsewhere:
-    """The call that is not a plain one, and another one beside it, to be judged as well."""
+    """The call that is not a plain one, what was read in its outputs, and another call beside it, to be judged as well."""
 
     outputs: Outputs
-    failures: Sequence[Failure] = ()
+    read: _Read = field(default_factory=dict)
     beside: Launched | None = None
 
 
@@ -106,15 +115,14 @@ def _of_other(bench: Bench, launched: Launched) -> Generator[Launched, Judged, l
     judged = yield launched
     if not judged.verdict.failures:
         return []
-    alone = yield dataclasses.replace(launched, outputs=bench.launch(bench.ready(), launched.inputs))
+    alone = yield dataclasses.replace(launched, outputs=bench.checked_launch(bench.ready(), launched.inputs))
     return list(alone.verdict.failures) or [_said(bench, each) for each in judged.verdict.failures]
 
 
 def _on_another(bench: Bench, inputs: Inputs) -> _Elsewhere:
     streams = streams_of(bench.device)
     late = _Late(bench.ready(), streams)
-    outputs = _launched(bench, streams, late, inputs)
-    return _Elsewhere(outputs, list(late.incomplete(bench)))
+    return _Elsewhere(_launched(bench, streams, late, inputs), late.read)
 
 
 def _beside_another(bench: Bench, inputs: Inputs) -> _Elsewhere:
@@ -142,7 +150,7 @@ def _launched(bench: Bench, streams: Streams, ready: Built, inputs: Inputs, band
     """Launch on a stream of our own. Memory of one stream is used on another only after all work on the first has ended."""
     streams.synchronise()
     with streams.on(0):
-        outputs = bench.launch(ready, inputs, bands=bands)
+        outputs = bench.checked_launch(ready, inputs, bands=bands)
     streams.synchronise()
     return outputs
 
@@ -183,8 +191,7 @@ class _Late:
 
     ready: Built
     streams: Streams
-    read: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """Outputs, and what work behind the call read in them."""
+    read: _Read = field(default_factory=dict)
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(o, lse)."""
@@ -194,7 +201,7 @@ class _Late:
         """Gradients."""
         return self._held_back(inputs, lambda: self.ready.backward(inputs, o, lse), ("dq", "dk", "dv"))
 
-    def _held_back(self, inputs: Inputs, call: Callable[[], _Results], names: Sequence[str]) -> _Results:
+    def _held_back(self, inputs: Inputs, call: Callable[[], _Results], names: Sequence[OutputName]) -> _Results:
         values = _Values(inputs)
         values.hide()
         self.streams.synchronise()
@@ -207,7 +214,7 @@ class _Late:
             self.streams.let_go()
         return results
 
-    def _read_later(self, results: Sequence[object], names: Sequence[str]) -> None:
+    def _read_later(self, results: Sequence[object], names: Sequence[OutputName]) -> None:
         """Request a copy of results, as a caller's next operation would read them."""
         for name, result in zip(names, results, strict=False):
             if not plain(result):
@@ -217,19 +224,6 @@ class _Late:
                 copy = torch.empty_like(result)
             self.read[name] = result, copy
             self.streams.request(functools.partial(_copy, copy, result))
-
-    def incomplete(self, bench: Bench) -> Iterator[Failure]:
-        """Yield a Failure for each output that was not yet as it is now."""
-        for name in bench.case.problem.needs.outputs:
-            if name not in self.read:
-                continue
-            now, then = (_words(x) for x in self.read[name])
-            if count := int((now != then).sum()):
-                early = "read too early, by an operation that follows on the same stream"
-                message = f"{OUTPUT_TITLES[name]}: {counted(count, 'element')} {'was' if count == 1 else 'were'} {early}"
-                yield Failure(
-                    kernel=bench.case.kernel, kind="nondeterministic", check=bench.case.check, output=name, message=message
-                )
 
 
 def _copy(copy: torch.Tensor, result: torch.Tensor) -> None:
@@ -312,22 +306,41 @@ class _Replayed:
         return results
 
 
-def _equal(bench: Bench, kept: Outputs, last: Outputs) -> bool:
-    """Whether all outputs have the same bits, but for slack rows."""
-    problem = bench.case.problem
-    pairs = list(zip(kept.d_captured, last.d_captured, strict=False))
-    if len(kept.d_captured) != len(last.d_captured) or not all(_same(*pair) for pair in pairs if pair != (None, None)):
-        return False
-    names: list[OutputName] = list(problem.needs.outputs)
-    if not all(alike(getattr(kept, name), getattr(last, name)) for name in names):
-        return False
-    return all(_same(*(valid_rows(problem, name, getattr(each, name)) for each in (kept, last))) for name in names)
+def _compared(bench: Bench, kept: Outputs, elsewhere: _Elsewhere) -> tuple[bool, list[Failure]]:
+    """Return whether all outputs have the bits of `kept`, but for slack rows, and a Failure for each that was read too early."""
+    read = {name: elsewhere.read[name] for name in bench.case.problem.needs.outputs if name in elsewhere.read}
+    outputs = _pairs(bench, kept, elsewhere.outputs)
+    differ = _differ([*read.values(), *(outputs or ())])
+    early = [_too_early(bench, name, *pair) for (name, pair), flag in zip(read.items(), differ, strict=False) if flag]
+    return outputs is not None and not any(differ[len(read) :]), early
 
 
-def _same(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
-    if before is None or after is None or not alike(before, after):
-        return False
-    return bool(torch.equal(_words(before), _words(after)))
+def _too_early(bench: Bench, name: OutputName, now: torch.Tensor, then: torch.Tensor) -> Failure:
+    """Return the Failure of an output that was not yet as it is now."""
+    count = int((_words(now) != _words(then)).sum())
+    early = "read too early, by an operation that follows on the same stream"
+    message = f"{OUTPUT_TITLES[name]}: {counted(count, 'element')} {'was' if count == 1 else 'were'} {early}"
+    return Failure(kernel=bench.case.kernel, kind="nondeterministic", check=bench.case.check, output=name, message=message)
+
+
+def _pairs(bench: Bench, kept: Outputs, last: Outputs) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """Return outputs of both calls without slack rows, and gradients of captured tensors; None: some are not alike."""
+    problem, names = bench.case.problem, bench.case.problem.needs.outputs
+    captured = list(itertools.zip_longest(kept.d_captured, last.d_captured))
+    captured = [(one, other) for one, other in captured if one is not None or other is not None]
+    every = [*((getattr(kept, name), getattr(last, name)) for name in names), *captured]
+    if not all(alike(one, other) for one, other in every):
+        return None
+    rows = [tuple(valid_rows(problem, name, getattr(each, name)) for each in (kept, last)) for name in names]
+    return [*((one, other) for one, other in rows), *captured]
+
+
+def _differ(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """Return whether the bits of each pair differ, where that can be on a device by one wait for it."""
+    flags = differing(pairs)
+    if flags is None:
+        return [not torch.equal(_words(one), _words(other)) for one, other in pairs]
+    return [bool(each) for each in torch.cat(flags).tolist()]
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:

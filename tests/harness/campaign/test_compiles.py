@@ -85,20 +85,19 @@ def test_every_kernels_first_comes_before_any_kernels_second() -> None:
     assert order[4:] == [(kernel, key) for key in "12" for kernel in "abc"]
 
 
-def test_the_code_of_a_kernel_without_any_trial_comes_before_the_third_of_others() -> None:
-    service = Service(Compilers())
+def test_the_code_of_a_kernel_without_any_trial_comes_before_its_own_second_and_one_before_any() -> None:
+    seconds = {"a": 8.0, "b": 1.0, "c": 1.0}
+    service = Service(Compilers(lambda each: Compiled(each, seconds[each.kernel])))
     for kernel in "abc":
         service.want(kernel, {str(number): case(kernel, number) for number in range(4)})
     # Its own variants wait like the others; its Cases need other code.
     service.want("a", {f"drawn {number}": case("a", 10 + number) for number in range(5)}, drawn=True, soon=True)
     order = service.all()
-    assert order[:3] == [(kernel, "0") for kernel in "abc"]
-    assert sorted(order[3:9]) == sorted(
-        [*[(kernel, "1") for kernel in "abc"], *[("a", f"drawn {number}") for number in range(3)]]
-    )
-    # "a" has had five compiles by then: the others come first until they have had about as many.
-    assert order[9:13] == [(kernel, number) for number in "23" for kernel in "bc"]
-    assert order[-2:] == [("a", "drawn 3"), ("a", "drawn 4")]
+    assert order[:4] == [*((kernel, "0") for kernel in "abc"), ("a", "drawn 0")]
+    drawn = [f"drawn {number}" for number in range(5)]
+    assert [key for kernel, key in order if kernel == "a"] == ["0", *drawn[:3], "1", "2", "3", *drawn[3:]]
+    # The others have as much time meanwhile.
+    assert {kernel for kernel, _ in order[4:10]} == {"b", "c"}
 
 
 def test_variants_and_the_other_code_that_cases_need_come_in_turn() -> None:
@@ -114,15 +113,43 @@ def test_variants_and_the_other_code_that_cases_need_come_in_turn() -> None:
     assert names == ["v0", "v1", "v2", "v3", "v4", "d0", "v5", "d1", "d2", "d3"]
 
 
-def test_later_compiles_share_the_time_of_the_compilers() -> None:
+def test_what_an_earlier_run_has_compiled_changes_no_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnfuzz.harness.campaign.marks.cache.folder", lambda name: tmp_path / name)
+    marks = Marks("cpu", DESCRIBED)
+    for key in ("v0", "v1", "v2", "d0", "d1"):
+        marks.add("torch.reference_cpu", key)
+
+    def cases(of: str) -> dict[str, Case]:
+        return {f"{of}{number}": case(of, number) for number in range(6)}
+
+    service = Service(Compilers(), marks=marks)
+    service.want("torch.reference_cpu", cases("v"))
+    service.want("torch.reference_cpu", cases("d"), drawn=True)
+    assert [key for _, key in service.all()] == ["v3", "v4", "v5", "d2", "d3", "d4", "d5"]
+
+
+def test_all_but_the_first_compiles_share_the_time_of_the_compilers() -> None:
     seconds = {"slow": 40.0, "fast": 8.0}
     service = Service(Compilers(lambda each: Compiled(each, seconds[each.kernel])))
     for kernel in seconds:
         service.want(kernel, {str(number): case(kernel, number) for number in range(12)})
     order = [kernel for kernel, _ in service.all()]
-    # 80 s of one kernel, then as much of the other, ten compiles, before the third of the first.
-    assert order[:4] == ["slow", "fast"] * 2
-    assert order[4:14] == ["fast"] * 8 + ["slow", "fast"]
+    # 40 s of one kernel, then as much of the other, five compiles, before the second of the first, and so on.
+    assert order[:12] == ["slow", *["fast"] * 5] * 2
+
+
+def test_a_kernel_whose_cases_all_need_other_code_gets_it_soon_though_one_case_can_run() -> None:
+    """It is the simplest, of the variant's own code: torch.flex_modified has 4 such Cases in 99."""
+    names = {}
+    for count in (7, 8):
+        service = Service(Compilers())
+        service.want("a", {f"variant {number}": case("a", number) for number in range(4)})
+        service.poll()
+        service.poll(0.01)
+        drawn = {f"drawn {number}": case("a", 10 + number) for number in range(count - 1)}
+        service.want("a", {"variant 0": case("a", 0), **drawn}, drawn=True, soon=True)
+        names[count] = [key.split()[0] for _, key in service.all()][:6]
+    assert names == {7: ["variant"] * 4 + ["drawn"] * 2, 8: ["variant"] * 2 + ["drawn"] * 3 + ["variant"]}
 
 
 def test_what_waits_is_not_looked_at_whole_for_each_compile() -> None:

@@ -10,14 +10,13 @@ from support.runs import FunctionExecutor
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.campaign.shrink import Shrinker
-from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.failure import Failure, Kind
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.problem import Layout, Problem
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.shrink_steps import change
 
-FAILED = Failure(kernel="acme.flash", kind="mismatch", output="o", check="element", message="")
-FAIL, PASS = Verdict(status="fail", failures=(FAILED,)), Verdict(status="pass")
+PASS = Verdict(status="pass")
 LAYOUTS = dict.fromkeys(("layout_q", "layout_k", "layout_v", "layout_do"), Layout(order="htd", pitch=3))
 PROBLEM = Problem(
     seqlens_q=(90,),
@@ -34,10 +33,12 @@ PROBLEM = Problem(
 CASE = Case(kernel="acme.flash", problem=PROBLEM, recipe=Recipe(pattern="needle", q_scale=4.0, v_scale=2.0, seed=9))
 
 
-def shrunk(fails: Callable[[Case], bool]) -> tuple[Case, list[Case]]:
+def shrunk(fails: Callable[[Case], bool], kind: Kind = "mismatch") -> tuple[Case, list[Case]]:
     """The minimal Case, and all that were tried."""
-    executor = FunctionExecutor(lambda case: FAIL if fails(case) else PASS)
-    finding = Finding(FAILED.identity, CASE, FAIL)
+    failed = Failure(kernel="acme.flash", kind=kind, output="o", check="element", message="")
+    fail = Verdict(status="fail", failures=(failed,))
+    executor = FunctionExecutor(lambda case: fail if fails(case) else PASS)
+    finding = Finding(failed.identity, CASE, fail)
     return Shrinker(finding, TrialRunner(executor), lambda _: True, ()).shrink(60.0).case, executor.cases
 
 
@@ -66,6 +67,39 @@ def test_plain_values_that_show_it_among_many_tokens_are_kept() -> None:
     """With uniform values three keys show it, with normal ones 16: the slope of a softcap is near 1 for small scores."""
     case, _ = shrunk(lambda case: case.problem.seqlens_k[0] >= (16 if case.recipe.pattern == "normal" else 3))
     assert (case.recipe, case.problem.seqlens_k) == (Recipe(), (16,))
+
+
+def test_few_cases_hang_on_the_way_to_the_minimal_one() -> None:
+    """Each costs a deadline: the Case itself is not run again, and a nearly minimal one is reached at once."""
+    hung = 0
+
+    def hangs(case: Case) -> bool:
+        nonlocal hung
+        hung += case.problem.softcap > 0
+        return case.problem.softcap > 0
+
+    case, tried = shrunk(hangs, "hang")
+    assert case.problem == Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=8, dim_v=8, softcap=20.0)
+    assert CASE not in tried
+    assert hung <= 4
+
+
+def test_what_hangs_by_many_parts_at_once_is_shrunk_step_by_step() -> None:
+    def hangs(case: Case) -> bool:
+        p = case.problem
+        return p.softcap > 0 and p.heads > 1 and p.seqlens_k[0] >= 3 and case.recipe.pattern == "needle"
+
+    case, tried = shrunk(hangs, "hang")
+    assert (case.problem.seqlens_k, case.problem.heads, case.recipe) == ((3,), 2, Recipe(pattern="needle"))
+    assert CASE in tried
+
+
+def test_a_case_that_was_slow_once_is_no_hang() -> None:
+    """It passes when it is run again in the end: the one that was found is shrunk step by step then."""
+    slow = iter([True])
+    case, tried = shrunk(lambda case: case.problem.heads == 4 or next(slow, False), "hang")
+    assert (case.problem.heads, case.problem.seqlens_k) == (4, (1,))
+    assert tried.count(CASE) >= 2
 
 
 def test_a_change_is_the_new_value_of_each_part() -> None:

@@ -485,6 +485,30 @@ def test_a_worker_whose_cases_all_wait_leaves_the_kernel_until_code_is_compiled(
     assert kernel_of(0) == "test.a", "Cases that can run are tried, whatever waits"
 
 
+def test_the_first_turns_of_workers_end_one_after_the_other() -> None:
+    """All at once, none would fill the GPU while they load the next kernels' code."""
+    settings = Settings(out=None)
+    context = CampaignContext(settings, end=time.monotonic() + 100.0)
+    kernels = [FaultyReference(f"test.{name}", lambda *_: None, lambda: None) for name in "abcd"]
+    states = [KernelState(each, plan_of(each, settings), context) for each in kernels]
+    for state in states:
+        for key in {state.plan.key(state.kernel, each) for each in state.plan.variants}:
+            state.know(key)
+    coordinator = Coordinator(context, states, FunctionExecutor(lambda _: Verdict(status="pass")), 4)
+
+    def seconds_of(worker: int) -> float:
+        now, turn = time.monotonic(), coordinator.turn(worker)
+        assert isinstance(turn, Turn)
+        assert turn.until is not None
+        coordinator.end_turn(worker, turn.kernel, TurnEnd(seconds=1.0))
+        return turn.until - now
+
+    first = [seconds_of(worker) for worker in range(4)]
+    longest = first[-1]
+    assert first == pytest.approx([longest * part for part in (0.625, 0.75, 0.875, 1.0)], rel=0.02)
+    assert [seconds_of(worker) for worker in range(4)] == pytest.approx([longest] * 4, rel=0.02)
+
+
 class ByDims(Subject):
     """A kernel that is only compiled: for each dtype and dims."""
 

@@ -54,4 +54,21 @@ def test_a_case_with_many_more_scores_than_any_before_has_the_full_deadline() ->
 def test_a_kernel_that_is_known_to_hang_costs_no_full_deadline_for_a_large_case() -> None:
     deadlines = learned()
     deadlines.note_hang("k", "kernel")
-    assert deadlines.of("k", "code", 100 * SCORES)["kernel"] == 2.0
+    assert deadlines.of("k", "code", 100 * SCORES)["kernel"] == 1.0
+
+
+def test_a_kernel_that_is_known_to_hang_has_little_time_for_a_small_case() -> None:
+    """Large Cases, and the first of each process, take many times as long as the small ones that shrinking tries."""
+    deadlines = learned()
+    for seconds in (0.2, 0.2, 0.2, 3.0):
+        deadlines.learn("k", "code", {"kernel": seconds}, 10)
+    deadlines.learn("k", "code", {"kernel": 9.0}, 4 * SCORES)
+    assert deadlines.of("k", "code", 10)["kernel"] == 60.0, "suspected only: 20 times the longest of all"
+    deadlines.note_hang("k", "kernel")
+    assert deadlines.of("k", "code", 10)["kernel"] == 12.0, "four times the longest of as few scores"
+    assert deadlines.of("k", "code", 0)["kernel"] == 12.0, "of the fewest"
+    assert deadlines.of("k", "code", 4 * SCORES)["kernel"] == 36.0
+    for _ in range(10):
+        deadlines.learn("k", "code", {"kernel": 0.2}, 10)
+    assert deadlines.of("k", "code", 10)["kernel"] == 2.0, "ten times the median of the latest"
+    assert deadlines.of("k", "code", 10, times=3)["kernel"] == 6.0

@@ -17,7 +17,7 @@ import pytest
 from support.paths import TESTS
 
 from attnfuzz.harness.isolation import reaper
-from attnfuzz.harness.isolation.child import ChildError
+from attnfuzz.harness.isolation.child import Child, ChildError
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.outcomes import Death, Error, Past, Reply, Task
 from attnfuzz.harness.isolation.root import Root
@@ -349,3 +349,27 @@ def test_nothing_outlives_the_parent(how: str, number: signal.Signals) -> None:
         time.sleep(0.02)
     assert not list(reaper.marked(run))
     assert not Path(folder).exists()
+
+
+def test_a_child_that_takes_long_to_end_is_waited_for_at_the_end_alone(
+    forked: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited, plain = [], Child.kill
+
+    def kill(child: Child) -> int | None:
+        waited.append(child.pid)
+        return plain(child)
+
+    first = forked.run(task("who"))
+    assert isinstance(first, Reply)
+    with monkeypatch.context() as patch:
+        # As a process that a driver holds.
+        patch.setattr(Child, "kill", kill)
+        patch.setattr(Child, "gone", lambda child: False)
+        forked.replace()
+        second = forked.run(task("who"))
+        assert isinstance(second, Reply)
+        assert second.result != first.result
+        assert not waited
+        forked.close()
+        assert first.result in waited

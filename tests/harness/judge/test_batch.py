@@ -244,7 +244,7 @@ def test_the_truths_of_a_batch_are_those_of_each_case() -> None:
             torch.testing.assert_close(true.expected, own.expected, rtol=1e-9, atol=1e-12)
             torch.testing.assert_close(true.allowed, own.allowed, rtol=1e-6, atol=1e-14)
             values = own.expected.nan_to_num(neginf=0.0)
-            torch.testing.assert_close(true.reorder(values, values), own.reorder(values, values), rtol=1e-6, atol=1e-14)
+            torch.testing.assert_close(true.reorder(values, values, 0.0), own.reorder(values, values, 0.0), rtol=1e-6, atol=1e-14)
 
 
 # --- sinks

@@ -389,6 +389,42 @@ def test_a_kernel_is_offered_what_makes_the_same_tensors(compiled: Compiled, dty
     assert [each.name for each in bands._kept] == [each.name for each in plain._kept]
 
 
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        ((3, 5), {"dtype": torch.float32, "device": CPU}),
+        (([3, 5],), {"dtype": torch.float32, "device": "cpu"}),
+        (((3, 5),), {"device": CPU}),
+        (((3, 5),), {"dtype": torch.float16}),
+        ((5,), {}),
+        (((2, 3, 4, 5),), {"dtype": torch.float32, "device": CPU, "memory_format": torch.channels_last}),
+    ],
+)
+def test_a_kernel_is_offered_all_that_torch_empty_takes(compiled: Compiled, size: Any, settings: dict[str, Any]) -> None:
+    watch, bands = Watch(), Bands()
+    expected = torch.empty(*size, **settings)
+    with generated(compiled), watching(watch), PoisonEmpty(bands, watch=watch), allocating() as empty:
+        ours = empty(*size, **settings)
+    assert (ours.shape, ours.stride(), ours.dtype, ours.device) == (
+        expected.shape,
+        expected.stride(),
+        expected.dtype,
+        expected.device,
+    )
+    assert ours.isnan().all()
+    assert len(bands._kept) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_a_quantised_tensor_is_torchs_own(compiled: Compiled) -> None:
+    """Torch fills none, so that a kernel's call would raise."""
+    for settings in ({}, {"device": "cpu"}):
+        bands = Bands()
+        with generated(compiled), PoisonEmpty(bands):
+            assert torch.empty(3, dtype=torch.quint8, **settings).dtype is torch.quint8
+        assert not bands._kept
+
+
 def test_what_a_kernel_is_offered_is_torchs_own_elsewhere(compiled: Compiled) -> None:
     with allocating() as empty:
         assert empty is torch.empty

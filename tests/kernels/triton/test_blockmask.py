@@ -134,6 +134,18 @@ def test_lists_of_one_stream_are_not_those_of_another(monkeypatch: pytest.Monkey
     assert lists_of(problem) is lists_of(problem)
 
 
+def test_a_capture_neither_uses_nor_keeps_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is replayed later has its own; a call after the capture must not read those, which have no values yet."""
+    problem = dense(40, 51, causal="top_left", mask=KV < Q + 9)
+    before = lists_of(problem)
+    with monkeypatch.context() as capture:
+        capture.setattr(blockmask, "captures", lambda device: True)
+        within = lists_of(problem)
+        assert within is not before
+        assert lists_of(problem) is not within
+    assert lists_of(problem) is before
+
+
 def test_a_band_of_long_sequences_costs_no_mask() -> None:
     start = time.perf_counter()
     mask = block_mask(None, Band(high=0), {"seqlen_q": 1 << 20, "seqlen_k": 1 << 20}, {}, (1024, 1024), "cpu")

@@ -28,6 +28,7 @@ DECLARED = {
     "Delta of half products, partial O, LSE of splits": Deviations(
         half_delta_products=True, half_partial_o=True, half_split_lse=True
     ),
+    "tf32x3": Deviations(tf32x3_on=("cpu",)),
 }
 
 
@@ -47,7 +48,7 @@ def outputs(inputs: Inputs) -> Outputs:
 @pytest.mark.parametrize("causal", [None, "bottom_right"])
 @pytest.mark.parametrize("check", [each for each in _RELATIONS if each != "huge_strides"])
 def test_ratios_are_those_of_the_plain_functions(check: Check, causal: str | None, declared: str, compiled: Compiled) -> None:
-    dtype = "bfloat16" if declared == "plain" else "float16"
+    dtype = {"plain": "bfloat16", "tf32x3": "float32"}.get(declared, "float16")
     problem = replace(RAGGED, causal=causal, dtype=dtype)
     inputs = materialise(problem, Recipe(seed=3), "cpu")
     setup = Setup(inputs, related_problems(check, problem, 3), 3, "cpu", DECLARED[declared], ("o", "lse"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from support.emulated.arithmetic import Accumulation, product, rounded, truncated
+from support.emulated.arithmetic import Accumulation, Float32, product, rounded, truncated
 from support.emulated.choices import Choices
 from support.emulated.faults import Change, Rounding
 from support.emulated.modified import Modified
@@ -44,9 +44,9 @@ class Tiled:
         change: Change,
         *,
         prescaled_q: bool = False,
-        tf32: bool = False,
+        float32: Float32 = "f32",
     ) -> None:
-        self.tf32 = tf32
+        self.float32 = float32
         self.x, self.choices, self.change, self.dtype, self.prescaled = sequence, choices, change, sequence.dtype, prescaled_q
         # exp(s scale) is monotone in s for a scale that is not negative: a sign goes to q, exactly.
         self.scale = scale
@@ -69,7 +69,7 @@ class Tiled:
         return rounded(x, torch.bfloat16 if how == "bfloat16" else self.dtype)
 
     def _mma(self, a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | None = None, *, in_half: bool = False) -> torch.Tensor:
-        mode: Accumulation = "half" if in_half else "tf32" if self.tf32 else self.choices.mma
+        mode: Accumulation = "half" if in_half else self.choices.mma if self.float32 == "f32" else self.float32
         return product(a, b, mode, start, self.dtype)
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor, keys: slice) -> torch.Tensor:

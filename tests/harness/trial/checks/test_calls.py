@@ -20,6 +20,7 @@ from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.checks import calls
+from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.harness.trial.trial import check_runnable, run_trial
 from attnfuzz.kernels import registry
@@ -199,6 +200,35 @@ def test_more_than_another_order_explains_is_named_where_nothing_is_declared() -
     (failure,) = verdict.failures
     assert failure.kind == "nondeterministic"
     assert "another order of additions explains" in failure.message
+
+
+SUBNORMAL = next(
+    recipe
+    for recipe in (Recipe(pattern="subnormal", seed=seed) for seed in range(99))
+    if materialise(PROBLEM, recipe, "cpu").d_o.abs().max() < 1e-30
+)
+"""Values by which dO, and so dQ, is around the smallest normal float32."""
+
+
+def flush(x: torch.Tensor) -> None:
+    """Lose what atomic additions may lose by their order."""
+    small = (x != 0) & (x.abs() < 2.0**-126)
+    assert small.any()
+    x[small] = 0.0
+
+
+@pytest.mark.parametrize(("spoil", "status"), [(flush, "pass"), (lambda dq: dq[2, 1, 3].add_(1e-35), "fail")])
+def test_sums_that_are_flushed_are_explained_by_another_order(spoil: Callable[[torch.Tensor], Any], status: str) -> None:
+    free = replace(WIDE, deterministic=())
+    subject = Subject(nth(2, "dq", spoil), capabilities=free)
+    registry.register(subject)
+    try:
+        case = Case(kernel=subject.name, problem=PROBLEM, recipe=SUBNORMAL, check="twice")
+        verdict = run_trial(case, "cpu")
+    finally:
+        registry.unregister(subject.name)
+    assert verdict.status == status, verdict.failures
+    assert {each.kind for each in verdict.failures} <= {"nondeterministic", "mismatch"}
 
 
 def test_zeros_of_other_sign_differ_to_the_bit() -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from msgspec.structs import replace
 from support.calls import PROBLEM, WIDE, Subject
+from support.emulated.sinks import kernel as with_sinks
 from support.fake_streams import FakeStreams
 from support.fused_c import Compiled, generated
 from support.on_streams import Around
@@ -38,6 +39,7 @@ from attnfuzz.kernels.torch.reference_cpu import KERNEL as CORRECT
 from attnfuzz.strategies.call_sequences import call_machine
 from attnfuzz.strategies.case import STREAMS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
+from attnfuzz.strategies.draw import drawn
 from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.stream_checks import stream_checks
 from attnfuzz.strategies.trials import trial_cases
@@ -240,13 +242,50 @@ def test_each_output_of_a_call_that_differs_is_one_failure() -> None:
     assert {each.check for each in verdict.failures} == {"other_stream"}
 
 
+class OfSinks(Streamed):
+    """One with sinks, whose gradient lies in the same memory each time; `fault`: "sinks" makes it wrong on other streams."""
+
+    def forward(self, inputs: Inputs) -> Any:
+        def compute() -> tuple[torch.Tensor, ...]:
+            out = with_sinks(inputs, first=False)
+            return out.o, out.lse
+
+        return self._later(compute)
+
+    def backward(self, inputs: Inputs, o: torch.Tensor, lse: torch.Tensor | None) -> Any:
+        wrong = self.fault == "sinks" and self.streams.current is not None
+
+        def compute() -> tuple[torch.Tensor, ...]:
+            out = with_sinks(inputs, first=False)
+            (of_sinks,) = out.d_captured
+            assert of_sinks is not None
+            return out.dq, out.dk, out.dv, of_sinks * 2 if wrong else of_sinks
+
+        *gradients, own = self._later(compute)
+        # Two calls at once may not share it.
+        kept = self.kept.setdefault(f"beside {self.streams.current == 1}", torch.zeros_like(own))
+        self.streams.request(lambda: kept.copy_(own))
+        return (*gradients, (kept,))
+
+
+@pytest.mark.parametrize("check", STREAMS)
+def test_the_gradient_of_sinks_is_compared_too(check: Check) -> None:
+    """With a copy of that of the plain call."""
+    problem = replace(PROBLEM, sinks=True)
+    for fault in ("", "sinks"):
+        subject = OfSinks(fault=fault, capabilities=replace(GRAPHS, sinks=True))
+        verdict = verdict_of(subject, Case(kernel=subject.name, problem=problem, check=check))
+        assert [each.kind for each in verdict.failures][:1] == (["mismatch"] if fault else []), (check, verdict.failures)
+        assert all("; a plain call is right)" in each.message for each in verdict.failures)
+
+
 # --- where they apply
 
 
 def test_they_apply_on_cuda_alone_and_graphs_where_declared() -> None:
     subject = Subject(capabilities=replace(DEVICE_SIDE, cuda_graphs=()))
     assert stream_checks(subject, "cpu") == ()
-    assert stream_checks(subject, "cuda") == ()
+    assert stream_checks(subject, "cuda") == ("other_stream", "two_streams")
     assert stream_checks(Subject(capabilities=DEVICE_SIDE), "cuda") == STREAMS
     case = Case(kernel=subject.name, problem=PROBLEM, check="graph")
     assert why_not_case(subject, case, "cpu") == "check='graph': a CPU has no CUDA streams; give device cuda"
@@ -262,21 +301,14 @@ def test_a_backward_without_its_forward_is_no_declaration() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_they_are_drawn_rarely_and_on_cuda_alone(device: Device) -> None:
-    drawn: list[str] = []
-
-    @seed(1)
-    @settings(max_examples=1500, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(trial_cases(Subject(capabilities=DEVICE_SIDE), device=device))
-    def draw(case: Case) -> None:
-        drawn.append(case.check)
-
-    draw()
-    shares = {check: drawn.count(check) / len(drawn) for check in STREAMS}
+    strategy = trial_cases(Subject(capabilities=DEVICE_SIDE), device=device)
+    checks = [case.check for case in drawn(strategy, seed=1, examples=3000, quota=3000)]
+    shares = {check: checks.count(check) / len(checks) for check in STREAMS}
     if device == "cpu":
         assert not any(shares.values())
     else:
         assert all(shares.values())
-        assert 1 / 100 < sum(shares.values()) < 1 / 20
+        assert 1 / 100 < sum(shares.values()) < 1 / 40
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -309,11 +341,11 @@ IN_A_BATCH = [*((check, "") for check in STREAMS), *((FAULTS[each][0], each) for
 
 @pytest.mark.parametrize(("check", "fault"), IN_A_BATCH)
 def test_in_a_batch_they_are_judged_with_others(check: Check, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain call is judged with the other Cases' outputs, and only what differs by itself."""
+    """Plain calls are judged with the other Cases' outputs, and what differs, or has other values, with that of such Cases."""
     alone, _ = tried(check, fault, recipe=Recipe(seed=3))
     subject = Streamed(fault=fault, capabilities=GRAPHS)
     plain = Case(kernel=subject.name, problem=PROBLEM)
-    cases = [plain, replace(plain, check=check, recipe=Recipe(seed=3))]
+    cases = [plain, *(replace(plain, check=check, recipe=Recipe(seed=seed)) for seed in (3, 4))]
 
     def run_alone(case: Case, *_: object) -> Verdict:
         raise AssertionError(case)
@@ -330,10 +362,62 @@ def test_in_a_batch_they_are_judged_with_others(check: Check, fault: str, monkey
     monkeypatch.setattr(batch, "judge_batch", judge_batch)
     monkeypatch.setattr(on_streams, "streams_of", lambda device: subject.streams)
     verdicts = batch.run_batch(cases, "cpu")
-    assert together == [2]
-    assert [each.status for each in verdicts] == ["pass", "fail" if fault else "pass"]
+    assert together[0] == 3
+    assert set(together[1:]) == ({2} if check == "two_streams" or fault == "default stream" else set())
+    status = "fail" if fault else "pass"
+    assert [each.status for each in verdicts] == ["pass", status, status]
     assert [each.message for each in verdicts[1].failures] == [each.message for each in alone.failures]
     assert verdicts[1].figures == alone.figures
+
+
+def test_outputs_that_lie_in_the_memory_of_another_cases_are_settled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the call beside are judged together, after all of them were made."""
+    subject = Streamed(capabilities=GRAPHS)
+    later = subject._later
+
+    def in_one_memory(compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        results = later(compute)
+        if subject.streams.current != 1:
+            return results
+        kept: tuple[torch.Tensor, ...] = subject.kept.setdefault(f"of {len(results)}", tuple(map(torch.zeros_like, results)))
+        subject.streams.request(lambda: [to.copy_(x) for to, x in zip(kept, results, strict=True)])
+        return kept
+
+    subject._later = in_one_memory  # type: ignore[method-assign]
+    case = Case(kernel=subject.name, problem=PROBLEM, check="two_streams")
+    cases = [replace(case, recipe=Recipe(seed=seed)) for seed in (3, 5)]
+    alone: list[Case] = []
+
+    def run_alone(case: Case, *_: object) -> Verdict:
+        alone.append(case)
+        return Verdict(status="pass")
+
+    monkeypatch.setattr(batch, "check_runnable", lambda case, device: subject)
+    monkeypatch.setattr(batch, "run_trial", run_alone)
+    monkeypatch.setattr(on_streams, "streams_of", lambda device: subject.streams)
+    assert [each.failures for each in batch.run_batch(cases, "cpu")] == [(), ()]
+    assert alone == cases
+
+
+def test_all_outputs_are_compared_by_one_launch(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait for a device lasts until other processes have had their turns."""
+    flags: list[int] = []
+    plain_one = on_streams.differing
+
+    def noted(pairs: Any) -> Any:
+        found = plain_one(pairs)
+        flags.append(len(found or ()))
+        return found
+
+    monkeypatch.setattr(on_streams, "differing", noted)
+    for check, fault, count in (("other_stream", "", 10), ("other_stream", "own stream", 10), ("graph", "kept value", 5)):
+        with generated(Compiled(tmp_path)):
+            ours, _ = tried(check, fault)
+        assert flags.pop() == count
+        plain, _ = tried(check, fault)
+        assert flags.pop() == 0
+        assert [each.message for each in ours.failures] == [each.message for each in plain.failures]
+        assert bool(ours.failures) == bool(fault)
 
 
 # --- the kernel that holds a stream back
@@ -429,6 +513,18 @@ def test_a_capture_is_ended_whatever_the_kernel_raises(
         # Torch's allocator may ask the graph later.
         (graph,) = cuda._failed
         assert (graph.log, ended) == (["begin", "end"], [(0, (0, 7))])
+    assert gc.isenabled()
+
+
+def test_a_capture_that_cannot_begin_leaves_collections_as_they_were(
+    cuda: side_streams.CudaStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(graph: Graph, **_: Any) -> None:
+        raise RuntimeError("not on this stream")
+
+    monkeypatch.setattr(Graph, "capture_begin", refuse)
+    with pytest.raises(RuntimeError, match="not on this stream"):
+        cuda.captured(lambda: None)
     assert gc.isenabled()
 
 

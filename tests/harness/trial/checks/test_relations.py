@@ -12,6 +12,8 @@ import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
+from support.emulated.faults import FAULTS
+from support.emulated.kernel import Emulated as Tiled
 from support.emulated.kernel import kernel_named, registered
 from support.emulated.whole import WIDE, Emulated
 from support.long import CAN, FAR, Long
@@ -27,7 +29,7 @@ from attnfuzz.harness.trial.checks.relations import RELATION_CHECKS
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.contract import Capabilities, Deviations, Kernel
+from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Kernel
 from attnfuzz.kernels.faults.planted import Edit, planted_copy
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Layout, Needs, Problem
 from attnfuzz.kernels.torch.reference_cpu import ReferenceCpu
@@ -311,6 +313,7 @@ def test_correct_kernels_pass_what_is_drawn(subject: Kernel) -> None:
 
 
 HALF, BFLOAT = "float16", "bfloat16"
+_ONE = {"dq_order": "ascending"}
 FALSE_ALARMS: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], ...] = (
     # Kernels on a GPU were reported as wrong there, and so was an emulated one with the same numbers. Equal P are rounded alike,
     ("emulated", "constant_v", {"seqlens_q": (1,), "seqlens_k": (249,), "dim_qk": 192, "dim_v": 128, "dtype": BFLOAT,
@@ -330,11 +333,27 @@ FALSE_ALARMS: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], .
     ("emulated", "permuted_keys", {"seqlens_q": (911,), "seqlens_k": (256,), "dim_qk": 64, "dim_v": 64, "heads": 7, "kv_heads": 7,
                                    "packing": "dense", "softmax_scale": -0.125, "dtype": HALF},
      Recipe(q_scale=0.5, k_scale=4.0, seed=3011), {}),
-    # and tf32 cuts toward zero.
+    # tf32 cuts toward zero,
     ("emulated.tf32", "constant_v", {"seqlens_q": (1,), "seqlens_k": (2,), "dim_qk": 64, "dim_v": 64, "dtype": "float32"},
      Recipe(), {}),
     ("emulated.tf32", "constant_v", {"seqlens_q": (32,), "seqlens_k": (43,), "dim_qk": 64, "dim_v": 64, "dtype": "float32"},
      Recipe(), {}),
+    # equal terms are rounded alike in a float32 sum too,
+    ("emulated.fma", "constant_v", {"seqlens_q": (1,), "seqlens_k": (3794,), "dim_qk": 192, "dim_v": 128, "dtype": "float32",
+                                    "causal": "bottom_right", "softmax_scale": 0.0}, Recipe(), _ONE),
+    ("emulated.fma", "constant_v", {"seqlens_q": (2,), "seqlens_k": (2000,), "dim_qk": 16, "dim_v": 64, "dtype": "float32",
+                                    "softmax_scale": 2.0**-20}, Recipe(seed=1), _ONE),
+    # and tf32x3 cuts sums toward zero: O in proportion to the keys (the first as an H100 had it), dV to the queries.
+    ("emulated.tf32x3", "constant_v", {"seqlens_q": (39,), "seqlens_k": (39,), "dim_qk": 24, "dim_v": 240, "dtype": "float32",
+                                       "causal": "top_left"}, Recipe(q_scale=2.0, seed=64821), _ONE),
+    ("emulated.tf32x3", "constant_v", {"seqlens_q": (4,), "seqlens_k": (600,), "dim_qk": 16, "dim_v": 32, "dtype": "float32"},
+     Recipe(), _ONE),
+    ("emulated.tf32x3", "constant_v", {"seqlens_q": (1000,), "seqlens_k": (8,), "dim_qk": 16, "dim_v": 16, "dtype": "float32"},
+     Recipe(), _ONE),
+    ("emulated.tf32x3", "permuted_keys", {"seqlens_q": (8,), "seqlens_k": (1500,), "dim_qk": 16, "dim_v": 16,
+                                          "dtype": "float32"}, Recipe(seed=1), _ONE),
+    ("emulated.tf32x3", "split_keys", {"seqlens_q": (8,), "seqlens_k": (1500,), "dim_qk": 16, "dim_v": 16,
+                                       "dtype": "float32"}, Recipe(), _ONE),
 )  # fmt: skip
 
 
@@ -350,6 +369,35 @@ def test_a_false_alarm_of_before_passes(name: str, check: Check, values, recipe:
         with registered():
             verdict = trial.run_trial(Case(kernel=name, problem=problem, recipe=recipe, config=config, check=check), "cpu")
         assert not verdict.failures, (config, verdict.failures)
+
+
+def test_products_of_halves_pass_what_is_drawn_and_must_be_declared() -> None:
+    kernel = Tiled("test.tf32x3", float32="tf32x3")
+    undeclared = Tiled("test.undeclared", float32="tf32x3")
+    undeclared.capabilities = replace(kernel.capabilities, deviations=Deviations())
+    cases = draw_cases(kernel, 10, Limits(batch=2, heads=2, length=100, tiles=8, scores=1 << 12))
+    for case in cases:
+        assert not tried(kernel, case.problem, case.check, case.recipe), case.canonical()
+    of = problem(39, 39, dim_qk=24, dim_v=240, causal="top_left")
+    recipe = Recipe(q_scale=2.0, seed=64821)
+    (failure,) = tried(undeclared, of, "constant_v", recipe)
+    assert failure.output == "o"
+    assert {each.output for each in tried(undeclared, problem(8, 1500), "permuted_keys")} == {"o"}
+    assert {each.output for each in tried(undeclared, problem(1000, 8), "constant_v")} == {"dv"}
+
+
+@pytest.mark.parametrize("slug", ["norescale_O", "norescale_l", "pad_keys_unmasked", "P_bf16_fwd", "out_via_bf16"])
+def test_faults_are_found_where_tf32x3_is_declared(slug: str) -> None:
+    change = next(each.change for each in FAULTS if each.slug == slug)
+    kernel = Tiled("test.fault", change, float32="tf32x3")
+    assert "o" in {each.output for each in tried(kernel, problem(16, 300, dim_qk=32, dim_v=32), "constant_v")}
+
+
+@pytest.mark.parametrize("keys", [43, 300, 2000])
+def test_plain_tf32_is_found_where_tf32x3_is_declared(keys: int) -> None:
+    kernel = Tiled("test.fault", float32="tf32x3")
+    kernel.float32 = "tf32"
+    assert {each.output for each in tried(kernel, problem(16, keys, dim_qk=32, dim_v=32), "constant_v")} == {"o", "dv"}
 
 
 @interpreted
@@ -391,6 +439,26 @@ def test_long_sequences_pass_on_the_gpu(name: str, check: Check) -> None:
     kernel = registry.get(name)
     case = Case(kernel=name, problem=of, config=kernel.configs(of)[0], check=check)
     assert not trial.run_trial(case, "cuda").failures
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [39, 128, 600])
+@pytest.mark.parametrize("check", ["constant_v", "permuted_keys", "split_keys"])
+def test_products_of_halves_pass_on_the_gpu(check: Check, keys: int) -> None:
+    kernel = registry.get("torch.efficient")
+    of = Problem(seqlens_q=(keys,), seqlens_k=(keys,), causal="top_left", dim_qk=24, dim_v=240, dtype="float32")
+    of = of if check == "constant_v" else replace(of, causal=None)
+    case = Case(kernel=kernel.name, problem=of, recipe=Recipe(q_scale=2.0, seed=64821), config=kernel.configs(of)[0], check=check)
+    assert not trial.run_trial(case, "cuda").failures
+
+
+@pytest.mark.gpu
+def test_equal_terms_pass_on_the_gpu() -> None:
+    of = Problem(
+        seqlens_q=(1,), seqlens_k=(3794,), dim_qk=192, dim_v=128, dtype="float32", causal="bottom_right", softmax_scale=0.0
+    )
+    config = Config(num_stages=1, num_warps=4, tile_m=16, tile_n=16)
+    assert not trial.run_trial(Case(kernel="triton.varlen", problem=of, config=config, check="constant_v"), "cuda").failures
 
 
 def test_every_relation_is_drawn_and_fits(subject: Kernel) -> None:
