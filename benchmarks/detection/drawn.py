@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.expressions.named import MASKS, SCORES
 from attnfuzz.kernels.expressions.tree import to_data
-from attnfuzz.strategies.draw import no_local_constants as no_local_constants
+from attnfuzz.strategies.draw import no_local_constants
 from detection.shapes import Consume, case_of
 
 __all__ = ["boundary_shapes", "plain_integers"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from attnfuzz.strategies.draw import _no_local_constants as no_local_constants
+from attnfuzz.strategies.draw import no_local_constants
 
 sys.path.append(str(Path(__file__).parents[1]))
 
