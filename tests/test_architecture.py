@@ -133,3 +133,36 @@ def test_the_run_never_prints() -> None:
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         printing = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
         assert not printing, f"{path}: the run speaks through events"
+
+
+def defined(module: str) -> set[str]:
+    """Names at the top of a module of this project, and its submodules."""
+    path = ROOT.joinpath(*module.split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    names = {each.stem for each in path.glob("*")} if path.is_dir() else set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        else:
+            names |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            # Of a package that loads them when they are asked for.
+            names |= {each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+    return names
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_programs_outside_import_names_that_are_there(folder: str) -> None:
+    """No other tool looks at them: mypy checks the package alone."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    wrong = [
+        f"{path.relative_to(ROOT)}: {node.module}.{alias.name}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("attnfuzz.")
+        for alias in node.names
+        if alias.name not in defined(node.module)
+    ]
+    assert not wrong, wrong
