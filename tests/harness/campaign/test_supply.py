@@ -453,16 +453,21 @@ def test_cases_that_a_turn_had_no_time_for_are_tried_in_the_next() -> None:
     assert len(executor.cases) == len(set(executor.cases)) == 40
 
 
-def test_a_worker_whose_cases_all_wait_leaves_the_kernel_until_code_is_compiled() -> None:
-    """Its turns would end at once, and the kernel would always be the one with the least time."""
+def coordinated(names: str, workers: int = 1) -> tuple[Coordinator, list[KernelState]]:
+    """A campaign of 100 s with a kernel for each letter of `names`, all of whose code is compiled."""
     settings = Settings(out=None)
     context = CampaignContext(settings, end=time.monotonic() + 100.0)
-    kernels = [FaultyReference(f"test.{name}", lambda *_: None, lambda: None) for name in "ab"]
+    kernels = [FaultyReference(f"test.{name}", lambda *_: None, lambda: None) for name in names]
     states = [KernelState(each, plan_of(each, settings), context) for each in kernels]
     for state in states:
         for key in {state.plan.key(state.kernel, each) for each in state.plan.variants}:
             state.know(key)
-    coordinator = Coordinator(context, states, FunctionExecutor(lambda _: Verdict(status="pass")))
+    return Coordinator(context, states, FunctionExecutor(lambda _: Verdict(status="pass")), workers), states
+
+
+def test_a_worker_whose_cases_all_wait_leaves_the_kernel_until_code_is_compiled() -> None:
+    """Its turns would end at once, and the kernel would always be the one with the least time."""
+    coordinator, states = coordinated("ab")
 
     def kernel_of(worker: int) -> str:
         turn = coordinator.turn(worker)
@@ -485,28 +490,22 @@ def test_a_worker_whose_cases_all_wait_leaves_the_kernel_until_code_is_compiled(
     assert kernel_of(0) == "test.a", "Cases that can run are tried, whatever waits"
 
 
-def test_the_first_turns_of_workers_end_one_after_the_other() -> None:
+def test_the_first_turns_of_workers_end_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once, none would fill the GPU while they load the next kernels' code."""
-    settings = Settings(out=None)
-    context = CampaignContext(settings, end=time.monotonic() + 100.0)
-    kernels = [FaultyReference(f"test.{name}", lambda *_: None, lambda: None) for name in "abcd"]
-    states = [KernelState(each, plan_of(each, settings), context) for each in kernels]
-    for state in states:
-        for key in {state.plan.key(state.kernel, each) for each in state.plan.variants}:
-            state.know(key)
-    coordinator = Coordinator(context, states, FunctionExecutor(lambda _: Verdict(status="pass")), 4)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    coordinator, _ = coordinated("abcd", 4)
 
     def seconds_of(worker: int) -> float:
-        now, turn = time.monotonic(), coordinator.turn(worker)
+        turn = coordinator.turn(worker)
         assert isinstance(turn, Turn)
         assert turn.until is not None
         coordinator.end_turn(worker, turn.kernel, TurnEnd(seconds=1.0))
-        return turn.until - now
+        return turn.until - 1000.0
 
     first = [seconds_of(worker) for worker in range(4)]
     longest = first[-1]
-    assert first == pytest.approx([longest * part for part in (0.625, 0.75, 0.875, 1.0)], rel=0.02)
-    assert [seconds_of(worker) for worker in range(4)] == pytest.approx([longest] * 4, rel=0.02)
+    assert first == pytest.approx([longest * part for part in (0.625, 0.75, 0.875, 1.0)])
+    assert [seconds_of(worker) for worker in range(4)] == pytest.approx([longest] * 4)
 
 
 class ByDims(Subject):
