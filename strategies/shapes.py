@@ -240,10 +240,14 @@ def covering(variants: Sequence[Variant]) -> tuple[Variant, ...]:
 
 
 def _neighbours(variants: Sequence[Variant], seed: int) -> list[Variant]:
-    """Return variants that differ from the first in one part alone, one for each part of `_KEY` where there is any."""
+    """Return variants that differ from the first in one part alone, one for each part of `_KEY` where there is any.
+
+    The mask comes first: without such a variant no call with another mask can come before a Case. `seed` selects the order of the others.
+    """
     first, numbers = variants[0], random.Random(f"neighbours:{seed}")
     neighbours: list[Variant] = []
-    for part in numbers.sample(_KEY, len(_KEY)):
+    others = [part for part in _KEY if part != "causal"]
+    for part in ("causal", *numbers.sample(others, len(others))):
         same = [name for name in _KEY if name != part]
         near = [each for each in variants[1:] if all(getattr(each, name) == getattr(first, name) for name in same)]
         neighbours += numbers.sample(near, min(1, len(near)))

@@ -91,6 +91,7 @@ def test_a_pool_has_a_neighbour_for_each_part_of_a_compile_key(seed: int) -> Non
     alone = [_different(variants[0], each) for each in pool(variants, 16, seed)[1:]]
     assert all({part} in alone for part in _KEY)
     alone = [_different(variants[0], each) for each in pool(variants, 8, seed)[1:]]
+    assert {"causal"} in alone, "no call with another mask could come before a Case"
     assert sum({part} in alone for part in _KEY) >= 2
 
 
