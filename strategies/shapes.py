@@ -242,7 +242,7 @@ def covering(variants: Sequence[Variant]) -> tuple[Variant, ...]:
 def _neighbours(variants: Sequence[Variant], seed: int) -> list[Variant]:
     """Return variants that differ from the first in one part alone, one for each part of `_KEY` where there is any.
 
-    The mask comes first: without such a variant no call with another mask can come before a Case. `seed` selects the order of the others.
+    The mask comes first: without such a variant no call with another mask can come before a Case. `seed` orders the others.
     """
     first, numbers = variants[0], random.Random(f"neighbours:{seed}")
     neighbours: list[Variant] = []
