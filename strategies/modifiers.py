@@ -206,10 +206,11 @@ def chosen(values: dict[str, Any]) -> Chosen:
     return tuple((name, value) for name, value in values.items() if value not in (None, ("score",)))
 
 
-def pooled(can: Capabilities, count: int, seed: int) -> tuple[Chosen, ...]:
+def pooled(can: Capabilities, count: int, seed: int, block: int = 0) -> tuple[Chosen, ...]:
     """Choose `count` of four times as many that are drawn by `seed`, none first: for devices where each needs its own compile.
 
-    Every other one is the next that was drawn, the others those whose kinds (`kinds_of`) the ones before have least.
+    Every other one is the next that was drawn, the others those whose kinds (`kinds_of`) the ones before have least. With `block`
+    they are for masks in blocks of so many queries and keys, of sequences with two by two of them.
     """
     offered: dict[Chosen, None] = {(): None}
 
@@ -217,7 +218,8 @@ def pooled(can: Capabilities, count: int, seed: int) -> tuple[Chosen, ...]:
         offered.setdefault(chosen)
         return len(offered) > 4 * count
 
-    draw_values(modifiers(can), collect, seed=seed, examples=20 * count)
+    blocks = Blocks(block, 2 * block, 2 * block, 0) if block else None
+    draw_values(modifiers(can, blocks), collect, seed=seed, examples=20 * count)
     all_kinds = {each: kinds_of(each) for each in offered}
     left, met, pool = list(offered)[1:], Counter[object](), list[Chosen](((),))
     while left and len(pool) < count:

@@ -178,17 +178,25 @@ def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: 
 
     Modifiers that a variant does not take, such as a mask with a Config for rows that always see a key, go to the next one that
     takes them, and are left out if none does. Those that hide the first keys hide a tile of their variant, one with the smallest
-    tiles: of larger ones a Case may have room for one only. Variants left without modifiers are added at the end.
+    tiles: of larger ones a Case may have room for one only. Where a variant's Config has blocks of a mask, half of its modifiers
+    have their edges at those of blocks. Variants left without modifiers are added at the end.
     """
     can = kernel.capabilities
     if not (can.score_mod or can.mask_mod or can.softcap or can.window):
         return tuple(variants)
     count = max(most if can.score_mod or can.mask_mod else 1, len(variants))
+    of_blocks = {block: iter(pooled(can, count, seed, block)[1:]) for block in {*map(_block, variants)} - {0}}
     compiled: list[Variant] = []
-    for i, chosen in enumerate(pooled(can, count, seed)):
-        # With more modifiers than variants, a variant gets several.
-        start = i % len(variants)
-        around = (*variants[start:], *variants[:start])
+    every = pooled(can, count, seed)
+    used = set(every)
+    for i, chosen in enumerate(every):
+        # With more modifiers than variants, a variant gets several, every other one of its blocks.
+        start, turn = i % len(variants), i // len(variants)
+        around, block = (*variants[start:], *variants[:start]), _block(variants[start])
+        if block and i and (i + turn) % 2:
+            chosen = next((each for each in of_blocks[block] if each not in used), chosen)
+            used.add(chosen)
+            around = tuple(each for each in around if _block(each) == block)
         if hides_first_keys(chosen):
             around = tuple(sorted(around, key=_scores_of_tile))
         offered = (replace(each, modifiers=hiding_tile(chosen, each.config.tile("tile_n", DEFAULT_TILE))) for each in around)
@@ -196,6 +204,10 @@ def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: 
         compiled += islice((each for each in taken if each not in compiled), 1)
     with_modifiers = {replace(each, modifiers=None) for each in compiled}
     return (*compiled, *(replace(each, modifiers=()) for each in variants if each not in with_modifiers))
+
+
+def _block(variant: Variant) -> int:
+    return variant.config.tile("block", 0)
 
 
 def _scores_of_tile(variant: Variant) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -404,6 +405,25 @@ def test_a_variant_is_given_no_modifiers_that_its_config_does_not_take(name: str
     refused = [kernel.supports(each.problem(kernel.capabilities), each.config, "cuda") for each in actual]
     assert refused == [None] * len(actual)
     assert {replace(each, modifiers=None) for each in actual} == set(plain)
+
+
+def _numbers_of(modifiers: tuple[tuple[str, Any], ...]) -> set[int]:
+    """Return the sides of a window and the integers in a mask_mod."""
+    found = {int(side) for name, sides in modifiers if name == "window" for side in sides if side is not None}
+    trees = [parse(value) for name, value in modifiers if name == "mask_mod"]
+    return found | {int(each.value) for tree in trees for each in tree.walk() if each.op == "int"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_half_of_the_compiled_modifiers_have_edges_at_those_of_blocks(seed: int) -> None:
+    """Drawn for any place, they missed the edges of blocks, and lists of blocks hardly differed by head (FLX-30)."""
+    kernel = registry.get("triton.flex")
+    actual = modified(pool(all_variants(kernel, "cuda"), 10, seed), kernel, "cuda", seed)
+    limited = [(each.config.integer("block"), _numbers_of(each.modifiers)) for each in actual if _numbers_of(each.modifiers)]
+    at_edges = [block for block, numbers in limited if any(n >= block - 2 and (n + 2) % block <= 3 for n in numbers)]
+    assert len(at_edges) >= len(limited) / 3
+    by_head = [each for each in actual if f"('mul', ('h',), ('int', {each.config.integer('block')}))" in repr(each.modifiers)]
+    assert by_head, "the lists of blocks of two heads would hardly differ"
 
 
 def test_drawn_and_simpler_cases_keep_to_those_modifiers() -> None:
