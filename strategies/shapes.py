@@ -178,25 +178,27 @@ def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: 
 
     Modifiers that a variant does not take, such as a mask with a Config for rows that always see a key, go to the next one that
     takes them, and are left out if none does. Those that hide the first keys hide a tile of their variant, one with the smallest
-    tiles: of larger ones a Case may have room for one only. Where a variant's Config has blocks of a mask, half of its modifiers
-    have their edges at those of blocks. Variants left without modifiers are added at the end.
+    tiles: of larger ones a Case may have room for one only. Of a variant whose Config has blocks of a mask, every other choice is
+    drawn for such blocks. Variants left without modifiers are added at the end.
     """
     can = kernel.capabilities
     if not (can.score_mod or can.mask_mod or can.softcap or can.window):
         return tuple(variants)
     count = max(most if can.score_mod or can.mask_mod else 1, len(variants))
+    anywhere = iter(pooled(can, count, seed))
     of_blocks = {block: iter(pooled(can, count, seed, block)[1:]) for block in {*map(_block, variants)} - {0}}
     compiled: list[Variant] = []
-    every = pooled(can, count, seed)
-    used = set(every)
-    for i, chosen in enumerate(every):
-        # With more modifiers than variants, a variant gets several, every other one of its blocks.
-        start, turn = i % len(variants), i // len(variants)
+    used: set[Chosen] = set()
+    for i in range(count):
+        # With more modifiers than variants, a variant gets several.
+        turn, start = divmod(i, len(variants))
         around, block = (*variants[start:], *variants[:start]), _block(variants[start])
-        if block and i and (i + turn) % 2:
-            chosen = next((each for each in of_blocks[block] if each not in used), chosen)
-            used.add(chosen)
+        if for_blocks := block > 0 and i > 0 and (turn + start) % 2 > 0:
             around = tuple(each for each in around if _block(each) == block)
+        chosen = next((each for each in (of_blocks[block] if for_blocks else anywhere) if each not in used), None)
+        if chosen is None:
+            continue
+        used.add(chosen)
         if hides_first_keys(chosen):
             around = tuple(sorted(around, key=_scores_of_tile))
         offered = (replace(each, modifiers=hiding_tile(chosen, each.config.tile("tile_n", DEFAULT_TILE))) for each in around)
@@ -217,8 +219,8 @@ def _scores_of_tile(variant: Variant) -> int:
 def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, ...]:
     """Return `count` variants chosen by `seed`, simplest first: the simplest one, then those with most values not yet covered.
 
-    Where there are 8 or more, one of four (four at most) differs from the simplest in one part alone, selected by `seed`, so that
-    a compile key that forgets that part gives one of them the other's code.
+    Where there are 8 or more, one of four (four at most) differs from the simplest in one part alone, the mask where it can, then
+    parts selected by `seed`, so that a compile key that forgets that part gives one of them the other's code.
     """
     # A declaration may repeat a value.
     variants = tuple(dict.fromkeys(variants))
@@ -254,7 +256,8 @@ def covering(variants: Sequence[Variant]) -> tuple[Variant, ...]:
 def _neighbours(variants: Sequence[Variant], seed: int) -> list[Variant]:
     """Return variants that differ from the first in one part alone, one for each part of `_KEY` where there is any.
 
-    The mask comes first: without such a variant no call with another mask can come before a Case. `seed` orders the others.
+    The mask comes first: without such a variant hardly a call with another mask can come before a Case. `seed` orders the others.
+    Where no Config of the first takes another mask, there is none.
     """
     first, numbers = variants[0], random.Random(f"neighbours:{seed}")
     neighbours: list[Variant] = []

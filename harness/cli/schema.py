@@ -5,34 +5,19 @@ It is docs/reference/attnfuzz.schema.json. A test compares what the commands pri
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from attnfuzz.harness.cli.documents.campaigns import Merge, Run
 from attnfuzz.harness.cli.documents.check import Check
-from attnfuzz.harness.cli.documents.common import Format
+from attnfuzz.harness.cli.documents.common import EventLine, WrongUse
 from attnfuzz.harness.cli.documents.coverage import Coverage
 from attnfuzz.harness.cli.documents.gate import Gate
 from attnfuzz.harness.cli.documents.lists import CaseList, CaseRemoval, Conformance, KernelList
 from attnfuzz.harness.cli.documents.repro import ReproExplain, ReproOnce, ReproRepeat, ReproScript, ReproShrink
 
 __all__ = ["json_schema"]
-
-
-class WrongUse(msgspec.Struct):
-    """What a command with --json prints for exit code 2, if it has no result."""
-
-    format: Format
-    error: str
-
-
-class EventLine(msgspec.Struct):
-    """A line of `attnfuzz run --events`; what else is in it depends on `event`. `after`: seconds since the start."""
-
-    format: Format
-    event: Literal["started", "progress", "failure", "shrunk", "kernel", "finished"]
-    after: float
 
 
 _DOCUMENTS = (

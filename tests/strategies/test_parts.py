@@ -1,9 +1,8 @@
-"""The parts of Cases, drawn alone: lengths, heads, scales, recipes, and windows, Configs and lengths around tiles."""
+"""Parts of Cases: lengths, heads, scales and recipes; and how often lengths are around tiles, and a rare Config is drawn."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import hypothesis
@@ -21,7 +20,6 @@ from attnfuzz.strategies.draw import drawn
 from attnfuzz.strategies.lengths import Room, corners, edges, fitted
 from attnfuzz.strategies.recipes import recipes
 from attnfuzz.strategies.shapes import heads, scales
-from attnfuzz.strategies.shrink_steps import simpler
 
 # --- lengths
 
@@ -159,35 +157,6 @@ def test_recipes_have_every_pattern_and_stay_where_the_dtype_reaches(dtype: Any)
     assert max(recipe.do_scale for recipe in values) == (4.0 if dtype == "float16" else 16.0)
     overflowing = sum(recipe.pattern == "near_overflow" for recipe in values) / len(values)
     assert 0 < overflowing < (0.03 if dtype == "float16" else 0.1)
-
-
-# --- variants
-
-
-@pytest.mark.parametrize(
-    ("wrong", "minimal"),
-    [
-        (lambda window: window is not None and window[0] is not None and window[0] >= 5, (5, None)),
-        (lambda window: window is not None and window[1] is not None and window[1] >= 33, (None, 33)),
-        (lambda window: window is not None and None not in window and sum(window) >= 4, (0, 4)),
-        (lambda window: window is not None and None not in window, (0, 0)),
-        (lambda window: window is not None, (None, None)),
-        (lambda window: True, None),
-    ],
-)
-@pytest.mark.parametrize("window", [(65, 127), (64, 200)])
-def test_windows_shrink_to_the_narrowest_that_fails(
-    wrong: Callable[[Any], bool], minimal: tuple[int | None, int | None] | None, window: tuple[int, int]
-) -> None:
-    problem = Problem(seqlens_q=(300,), seqlens_k=(300,), dim_qk=64, dim_v=64, window=window)
-    case = Case(kernel="acme.flash", problem=problem)
-    steps = 0
-    while less := next(
-        (x for x in simpler(case, ()) if x.problem.window != case.problem.window and wrong(x.problem.window)), None
-    ):
-        case, steps = less, steps + 1
-    assert case.problem.window == minimal
-    assert steps < 300
 
 
 @pytest.mark.parametrize("packing", ["ragged", "dense"])

@@ -95,6 +95,12 @@ def test_a_pool_has_a_neighbour_for_each_part_of_a_compile_key(seed: int) -> Non
     assert sum({part} in alone for part in _KEY) >= 2
 
 
+def test_the_second_neighbour_of_a_small_pool_is_selected_by_the_seed() -> None:
+    variants = all_variants(Subject(), "cpu")
+    alone = {seed: [_different(variants[0], each) for each in pool(variants, 8, seed)[1:]] for seed in range(8)}
+    assert len({tuple(part for part in _KEY if {part} in parts) for parts in alone.values()}) > 2
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_compiles_begin_with_variants_that_differ_in_what_bugs_depend_on(seed: int) -> None:
     """In the order of declarations a longer V came last: bugs of its columns were not met until all else was compiled."""

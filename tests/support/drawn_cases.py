@@ -1,4 +1,4 @@
-"""Cases that tests of the strategies draw, and numbers that several of these tests take of a Case."""
+"""Cases that several tests of the strategies draw, and what these tests ask of a Case or of Hypothesis."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The JSON that commands print, as types, a module for each group of commands. The commands make their objects elsewhere."""
+"""The JSON that commands print, and what a check of a function returns, as types: a module for each group of commands."""

@@ -8,14 +8,14 @@ import msgspec
 
 from attnfuzz.harness.campaign.account import Times
 from attnfuzz.harness.campaign.coverage import Worst
-from attnfuzz.harness.cli.documents.common import CaseObject, ExplanationText, Format, Project
+from attnfuzz.harness.cli.documents.common import CaseObject, ExplanationText, Format, LedgerError, Project
 from attnfuzz.harness.gate.result import Waiver
 from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.problem import OutputName
 
-__all__ = ["Broken", "Campaign", "KernelRow", "LedgerError", "Merge", "Run", "RunFailure", "Skipped", "Untried"]
+__all__ = ["Broken", "Campaign", "KernelRow", "Merge", "Run", "RunFailure", "Skipped", "Untried"]
 
 
 class KernelRow(msgspec.Struct):
@@ -95,13 +95,6 @@ class RunFailure(msgspec.Struct):
     explanation: ExplanationText | None
     group: str
     known: list[Waiver] | None = None
-
-
-class LedgerError(msgspec.Struct):
-    """A wrong entry of the ledger, and its line."""
-
-    error: str
-    line: int
 
 
 class Campaign(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Parts that the documents of several commands share."""
+"""Documents of every command, and parts that those of several commands share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from attnfuzz.harness.campaign.explain import Explanation
 
-__all__ = ["CaseObject", "ExplanationText", "Format", "Project"]
+__all__ = ["CaseObject", "EventLine", "ExplanationText", "Format", "LedgerError", "Project", "WrongUse"]
 
 Format = Literal[1]
 CaseObject = dict[str, Any]
@@ -26,3 +26,25 @@ class ExplanationText(Explanation, frozen=True, kw_only=True):
     """An explanation and, as `text`, what attnfuzz prints of it, line by line."""
 
     text: list[str]
+
+
+class LedgerError(msgspec.Struct):
+    """A wrong entry of the ledger, and its line."""
+
+    error: str
+    line: int
+
+
+class WrongUse(msgspec.Struct):
+    """What a command with --json prints for exit code 2, if it has no result."""
+
+    format: Format
+    error: str
+
+
+class EventLine(msgspec.Struct):
+    """A line of `attnfuzz run --events`; what else is in it depends on `event`. `after`: seconds since the start."""
+
+    format: Format
+    event: Literal["started", "progress", "failure", "shrunk", "kernel", "finished"]
+    after: float

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from attnfuzz.harness.cli.documents.campaigns import LedgerError
-from attnfuzz.harness.cli.documents.common import Format, Project
+from attnfuzz.harness.cli.documents.common import Format, LedgerError, Project
 from attnfuzz.harness.gate.result import Outcome, PartName, Waiver
 from attnfuzz.harness.judge.failure import Kind
 from attnfuzz.kernels.problem import OutputName

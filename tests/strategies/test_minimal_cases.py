@@ -179,3 +179,29 @@ def test_a_layout_that_does_not_matter_shrinks_away(strided: list[Case], name: s
     for start in starts:
         smallest = minimal(start, lambda case: holds(case.problem), can={"layouts": True, "packings": ("ragged", "dense")})
         assert smallest.problem == plain(**layouts)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "minimal"),
+    [
+        (lambda window: window is not None and window[0] is not None and window[0] >= 5, (5, None)),
+        (lambda window: window is not None and window[1] is not None and window[1] >= 33, (None, 33)),
+        (lambda window: window is not None and None not in window and sum(window) >= 4, (0, 4)),
+        (lambda window: window is not None and None not in window, (0, 0)),
+        (lambda window: window is not None, (None, None)),
+        (lambda window: True, None),
+    ],
+)
+@pytest.mark.parametrize("window", [(65, 127), (64, 200)])
+def test_windows_shrink_to_the_narrowest_that_fails(
+    wrong: Callable[[Any], bool], minimal: tuple[int | None, int | None] | None, window: tuple[int, int]
+) -> None:
+    problem = Problem(seqlens_q=(300,), seqlens_k=(300,), dim_qk=64, dim_v=64, window=window)
+    case = Case(kernel="acme.flash", problem=problem)
+    steps = 0
+    while less := next(
+        (x for x in simpler(case, ()) if x.problem.window != case.problem.window and wrong(x.problem.window)), None
+    ):
+        case, steps = less, steps + 1
+    assert case.problem.window == minimal
+    assert steps < 300
