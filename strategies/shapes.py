@@ -45,8 +45,8 @@ _ATTEMPTS = 40
 _WITH_NEIGHBOURS = 8
 _SMALL = 64 * 64
 """Scores of a small tile."""
-_THIRD = 2
-"""The place, from 0, at which variants with rare dims are compiled at the latest."""
+_SECOND, _THIRD, _FOURTH = 1, 2, 3
+"""Places, from 0, at which a mask, rare dims, and a score_mod of the sequence are compiled at the latest."""
 _VECTOR = 8
 """Elements of half precision in 16 bytes, which code loads and stores at once."""
 _STEP, _WIDE = 32, 128
@@ -236,15 +236,24 @@ def compile_order(variants: Sequence[Variant]) -> tuple[Variant, ...]:
     """Return the variants, the first in its place, in an order in which each covers most values that those before it do not.
 
     For compiles: trials begin with what is compiled first, and what all of it has in common, such as equal dims, stays untried.
-    Variants with uneven dims and with a wide V are few, and bugs of such rows show with nothing else: the third is one at latest.
+    Variants with uneven dims, a wide V or a score_mod of the sequence are few, and bugs of these show with nothing else: they are
+    among the first, as is a mask.
     """
     order = [each for each, _ in _spread(variants, 0, _values_and_modifiers)] if variants else []
-    for rare in (_uneven, _wide):
+    for rare, place in ((_of_sequence, _FOURTH), (_masked, _SECOND), (_uneven, _THIRD), (_wide, _THIRD)):
         late = next(filter(rare, order), None)
-        if late is not None and order.index(late) > _THIRD:
+        if late is not None and order.index(late) > place:
             order.remove(late)
-            order.insert(_THIRD, late)
+            order.insert(place, late)
     return tuple(order)
+
+
+def _masked(variant: Variant) -> bool:
+    return variant.causal is not None
+
+
+def _of_sequence(variant: Variant) -> bool:
+    return ("score_mod", "b") in kinds_of(variant.modifiers or ())
 
 
 def covering(variants: Sequence[Variant]) -> tuple[Variant, ...]:
