@@ -56,5 +56,9 @@ def test_half_of_huge_strides_are_the_first_variants_where_each_is_compiled(seed
     first = plan_of(registry.get("triton.varlen"), Settings(device="cuda", seed=seed)).variants[0]
     own = [each for each in huge if each.config == first.config and each.problem.dtype == first.dtype]
     assert len(own) >= 0.4 * len(huge) > 4
-    # A stride of sequences matters where there are two.
-    assert sum(each.problem.batch > 1 for each in huge) >= 0.4 * len(huge)
+
+
+def test_most_huge_strides_have_several_sequences() -> None:
+    """A stride of sequences matters where there are two. One seed draws some 30 of these Cases: too few to count alone."""
+    huge = [each for seed in range(6) for each in of_a_gpu("triton.varlen", seed) if each.check == "huge_strides"]
+    assert sum(each.problem.batch > 1 for each in huge) > len(huge) / 2
