@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.engine import wait_for
 from support.paths import TESTS
 
 from attnfuzz.harness.isolation import reaper
@@ -205,12 +206,15 @@ def test_children_share_one_look_at_the_processes_of_the_machine(monkeypatch: py
     monkeypatch.setattr(reaper, "processes", counted)
     try:
         children = [forkserver.start() for _ in range(3)]
+        # A process that has just begun its program has no environment yet, by which a look knows the processes of a run.
+        wait_for(lambda: {each.pid for each in children} <= look(forkserver.run).keys())
         usages = [forkserver.usage_of(each, 60.0) for each in children]
         assert len(looks) == 1
         assert {each.at for each in usages} == {usages[0].at}
         assert looks[0] <= usages[0].at
         assert all(each.memory > 0 for each in usages)
         later = forkserver.start()
+        wait_for(lambda: later.pid in look(forkserver.run))
         assert forkserver.usage_of(later, 60.0).memory > 0, "a child that the last look has not seen is looked for"
         assert forkserver.usage_of(children[0]).at > usages[0].at
         assert len(looks) == 3
