@@ -12,14 +12,14 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Config, Device, Kernel
+from attnfuzz.kernels.contract import Config, Device, Kernel, WindowForm, window_of
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import DEFAULT_TILE, SINK_VALUES, Case
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.kernel_limits import shapes_in_room, within_limits
 from attnfuzz.strategies.layouts import layouts, of_pages
-from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, corners, whole_blocks
-from attnfuzz.strategies.modifiers import Blocks, modifiers
+from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, corners, weighted, whole_blocks
+from attnfuzz.strategies.modifiers import Blocks, Chosen, modifiers, windows
 from attnfuzz.strategies.recipes import recipes
 from attnfuzz.strategies.shapes import Variant, all_variants, heads, one_variant, scales
 
@@ -34,6 +34,8 @@ _TILES_OF_HEAD = 2
 """Tiles for each head of grouped queries in half of the Cases whose limit is less: of one sequence, not one each of several."""
 _SINK_VALUES = st.sampled_from(("moderate", "moderate", *SINK_VALUES))
 _FEW_QUERIES = st.sampled_from((1, 1, 2, 4))
+_WIDTHS = (1, 2, 100)
+"""Limits of windows, in multiples of the least, whose compile keys are compared."""
 _BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))
 _SINKS, _SINKS_OF_FIRST = st.sampled_from((False, False, False, True)), st.booleans()
 """Few, as Cases with sinks are judged one by one; many of the variant whose code for sinks is compiled early."""
@@ -103,10 +105,11 @@ class _Parts:
     """The strategies of the parts of a kernel's Cases, each built once. Its repr is short, since Hypothesis writes it out."""
 
     def __init__(self, kernel: Kernel, limits: Limits, variants: tuple[Variant, ...], *, compiled: bool) -> None:
-        self.name, self.can, self.limits = kernel.name, kernel.capabilities, limits
+        self.name, self.can, self.limits, self._key = kernel.name, kernel.capabilities, limits, kernel.compile_key
         self.first = variants[0] if compiled else None
         """The variant that is compiled first; None: nothing is compiled."""
         self._problems: dict[int, Problem] = {}
+        self._forms: dict[int, tuple[WindowForm, ...]] = {}
         blocky = () if self.can.shapes else _with_room(variants, limits)
         self.has_blocks = bool(blocky)
         self.variant = one_variant(variants)
@@ -133,6 +136,40 @@ class _Parts:
         if id(variant) not in self._problems:
             self._problems[id(variant)] = variant.problem(self.can)
         return self._problems[id(variant)]
+
+    def modifiers(self, variant: Variant, blocks: Blocks | None) -> st.SearchStrategy[Chosen]:
+        """Return the strategy of a Case's modifiers: those of its variant, if it has its own, but for the widths of a window.
+
+        Where widths are no part of the compile key, the same code serves all: they are drawn for each Case, in half of those of
+        variants whose mask has the code of a window but none.
+        """
+        if variant.modifiers is None:
+            return modifiers(self.can, blocks)
+        if not (forms := self._forms_of(variant)):
+            return st.just(variant.modifiers)
+        return _with_window(variant.modifiers, windows(self.can, forms, blocks))
+
+    def _forms_of(self, variant: Variant) -> tuple[WindowForm, ...]:
+        """Return the forms of windows of any width for which the code of a variant with its own modifiers serves."""
+        if id(variant) not in self._forms:
+            own = dict(variant.modifiers or ())
+            unlimited, alone = own.get("window") == (None, None), "mask_mod" in own and "window" not in own
+            # A mask_mod and a window hide each other's edges.
+            forms = () if unlimited or alone or not self.can.window else self.can.window_forms
+            self._forms[id(variant)] = tuple(form for form in forms if self._serves(variant, form))
+        return self._forms[id(variant)]
+
+    def _serves(self, variant: Variant, form: WindowForm) -> bool:
+        problem, step = self.problem(variant), self.can.window_multiple
+        others = (replace(problem, window=window_of(form, n * step, n * step)) for n in _WIDTHS)
+        return {self._key(other, variant.config) for other in others} == {self._key(problem, variant.config)}
+
+
+def _with_window(own: Chosen, limited: st.SearchStrategy[tuple[int | None, int | None]]) -> st.SearchStrategy[Chosen]:
+    """Return the strategy of a variant's modifiers with windows; without any, half of the time, if it has none."""
+    rest, has_one = tuple(pair for pair in own if pair[0] != "window"), "window" in dict(own)
+    changed = limited.map(lambda window: (*rest, ("window", window)))
+    return changed if has_one else weighted((1, st.just(own)), (1, changed))
 
 
 def _number(variant: Variant) -> int:
@@ -176,7 +213,7 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
         few = draw(_FEW_QUERIES)
         pairs = within_limits([(min(n_q, few), n_k) for n_q, n_k in pairs], can, room)
     blocks = _blocks(variant, pairs[0]) if of_blocks or split else None
-    changed = draw(modifiers(can, blocks)) if variant.modifiers is None else variant.modifiers
+    changed = draw(parts.modifiers(variant, blocks))
     dlse = draw(_DLSE) if can.dlse else False
     sinks = parts.may_have_sinks(variant) and draw(_SINKS_OF_FIRST if variant == parts.first else _SINKS)
     if sinks:

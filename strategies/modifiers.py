@@ -58,7 +58,19 @@ from attnfuzz.kernels.expressions.tree import (
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.lengths import weighted
 
-__all__ = ["Blocks", "Chosen", "chosen", "hides_first_keys", "hiding_tile", "kinds_of", "masks", "modifiers", "pooled", "scores"]
+__all__ = [
+    "Blocks",
+    "Chosen",
+    "chosen",
+    "hides_first_keys",
+    "hiding_tile",
+    "kinds_of",
+    "masks",
+    "modifiers",
+    "pooled",
+    "scores",
+    "windows",
+]
 
 Chosen = tuple[tuple[str, Any], ...]
 """Fields of a Problem: ("score_mod", data), ("softcap", 20.0) and so on; empty for none."""
@@ -143,9 +155,25 @@ def modifiers(can: Capabilities, blocks: Blocks | None = None) -> st.SearchStrat
 
     With `blocks` a mask_mod, a window, or neither, since each hides the edges of the other; most score_mods differ by head.
     """
+    return _anywhere(_takes(can)) if blocks is None else _of_blocks(_takes(can), blocks)
+
+
+def windows(
+    can: Capabilities, forms: tuple[WindowForm, ...], blocks: Blocks | None = None
+) -> st.SearchStrategy[tuple[int | None, int | None]]:
+    """Return a strategy of limited windows of these forms, each as often; around the edges of `blocks`, if given."""
+    return _windows(_takes(can)._replace(window_forms=forms), blocks)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _windows(takes: _Takes, blocks: Blocks | None) -> st.SearchStrategy[tuple[int | None, int | None]]:
+    anywhere = (0, *_EDGES)
+    return st.one_of(takes.windows(blocks.left, blocks.right) if blocks else takes.windows(anywhere, anywhere))
+
+
+def _takes(can: Capabilities) -> _Takes:
     forms = (can.window_forms, can.window_multiple)
-    takes = _Takes(can.score_mod, can.mask_mod, can.softcap, can.window, can.captured, can.captured_gradients, *forms)
-    return _anywhere(takes) if blocks is None else _of_blocks(takes, blocks)
+    return _Takes(can.score_mod, can.mask_mod, can.softcap, can.window, can.captured, can.captured_gradients, *forms)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ and a stored Case can be shrunk further without the choices that led to it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -339,11 +340,29 @@ def _modifiers(p: Problem) -> Chosen:
     return chosen({"score_mod": p.score_mod, "mask_mod": p.mask_mod, "softcap": p.softcap or None, "window": p.window})
 
 
+def _variant_of(case: Case, variants: Sequence[Variant]) -> Variant:
+    """Return the variant of a Case; if variants have modifiers, those of one of them, whose window may have other limits.
+
+    A Case's window need not be that of its variant, where the same code serves others.
+    """
+    p = case.problem
+    now = Variant(p.dtype, p.causal, (p.dim_qk, p.dim_v), case.config)
+    if all(each.modifiers is None for each in variants):
+        return now
+    own = _modifiers(p)
+    alike = [each for each in variants if _but_window(each.modifiers or ()) == _but_window(own)]
+    alike.sort(key=lambda each: (each.modifiers != own, dataclasses.replace(each, modifiers=None) != now))
+    return dataclasses.replace(now, modifiers=alike[0].modifiers if alike else own)
+
+
+def _but_window(of: Chosen) -> Chosen:
+    return tuple(pair for pair in of if pair[0] != "window")
+
+
 def _simpler_variants(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
     """Yield `case` with each part alone replaced by simpler values that some variant has, simplest first."""
-    p = case.problem
-    fixed = any(each.modifiers is not None for each in variants)
-    now = Variant(p.dtype, p.causal, (p.dim_qk, p.dim_v), case.config, _modifiers(p) if fixed else None)
+    now = _variant_of(case, variants)
+    fixed = now.modifiers is not None
     order = {name: list(dict.fromkeys(getattr(each, name) for each in variants)) for name in _VARIANT_PARTS}
     for name in _VARIANT_PARTS:
         there = order[name]
@@ -352,8 +371,8 @@ def _simpler_variants(case: Case, variants: Sequence[Variant]) -> Iterator[Case]
             for each in variants:
                 parts = {other: getattr(each, other) == getattr(now, other) for other in _VARIANT_PARTS if other != name}
                 if getattr(each, name) == value and all(parts.values()):
-                    plain = {"score_mod": None, "mask_mod": None, "softcap": 0.0, "window": None} if fixed else {}
-                    modifiers = {**plain, **dict(each.modifiers or ())}
+                    plain = {"score_mod": None, "mask_mod": None, "softcap": 0.0, "window": None}
+                    modifiers = {**plain, **dict(each.modifiers or ())} if fixed and name == "modifiers" else {}
                     dims = {"dim_qk": each.dims[0], "dim_v": each.dims[1]}
                     for changed in with_changes(case, dtype=each.dtype, causal=each.causal, **dims, **modifiers):
                         yield replace(changed, config=each.config)
@@ -364,9 +383,9 @@ def _smaller_tiles(case: Case, variants: Sequence[Variant], multiples: tuple[int
     p = case.problem
     if _tiles_of_tokens(case) <= _FEW_TILES:
         return
+    now = _variant_of(case, variants)
     for each in variants:
-        same = (each.dtype, each.causal, each.dims) == (p.dtype, p.causal, (p.dim_qk, p.dim_v))
-        if not same or (each.modifiers is not None and each.modifiers != _modifiers(p)):
+        if dataclasses.replace(each, config=now.config) != now:
             continue
         for small, large in _smaller_numbers(each.config, case.config):
             cut = [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +13,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attnfuzz.harness.trial import trial
 from attnfuzz.harness.trial.inputs import materialise
-from attnfuzz.kernels import registry
 from attnfuzz.kernels.expressions.derivative import by_load, by_score
 from attnfuzz.kernels.expressions.evaluation import evaluate
 from attnfuzz.kernels.expressions.named import MASKS, SCORES, bias, causal, softcap
@@ -47,9 +44,7 @@ from attnfuzz.kernels.problem import BadArgument, Needs, Problem
 from attnfuzz.kernels.torch.flex_modified import modifiers_of
 from attnfuzz.oracles.attention import reference, sequences
 from attnfuzz.strategies.case import Case, Recipe
-from attnfuzz.strategies.cases import Limits, cases_by_compile_key
 from attnfuzz.strategies.modifiers import pooled
-from attnfuzz.strategies.shapes import MODIFIED, all_variants, modified, pool
 from attnfuzz.strategies.shrink_steps import simpler
 
 LEAVES = {
@@ -377,83 +372,3 @@ def test_shrinking_passes_over_lengths_that_an_index_is_outside_of() -> None:
     lengths = {(each.problem.seqlens_q, each.problem.seqlens_k) for each in simpler(case, ()) if each.problem.score_mod}
     assert lengths >= {((1,), (2,)), ((2,), (1,))}
     assert ((1,), (1,)) not in lengths
-
-
-def test_where_each_is_a_compile_variants_have_modifiers_of_their_own() -> None:
-    kernel = registry.get("triton.flex")
-    plain = pool(all_variants(kernel, "cuda"), 10, 1)
-    actual = modified(plain, kernel, "cuda", 1)
-    assert actual == modified(plain, kernel, "cuda", 1)
-    assert len(actual) == MODIFIED
-    assert actual[0] == replace(plain[0], modifiers=())
-    assert len({each.modifiers for each in actual}) == MODIFIED
-    for each in actual:
-        problem = each.problem(kernel.capabilities)
-        assert all(getattr(problem, name) == value for name, value in each.modifiers)
-    # A kernel without any has what it had.
-    other = registry.get("triton.varlen")
-    assert modified(plain, other, "cuda", 1) == plain
-
-
-@pytest.mark.parametrize("name", ["triton.flex", "triton.flex.prescaled", "triton.flex.tf32", "tilelang.modified"])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_variant_is_given_no_modifiers_that_its_config_does_not_take(name: str, seed: int) -> None:
-    kernel = registry.get(name)
-    plain = pool(all_variants(kernel, "cuda"), 10, seed)
-    actual = modified(plain, kernel, "cuda", seed)
-    assert len(actual) >= MODIFIED
-    refused = [kernel.supports(each.problem(kernel.capabilities), each.config, "cuda") for each in actual]
-    assert refused == [None] * len(actual)
-    assert {replace(each, modifiers=None) for each in actual} == set(plain)
-
-
-def _edges(modifiers: tuple[tuple[str, Any], ...]) -> set[int]:
-    """Return the sides of a window and the integers in a mask_mod."""
-    found = {int(side) for name, sides in modifiers if name == "window" for side in sides if side is not None}
-    trees = [parse(value) for name, value in modifiers if name == "mask_mod"]
-    return found | {int(str(each.value)) for tree in trees for each in tree.walk() if each.op == "int"}
-
-
-@pytest.mark.parametrize("count", [3, 9, 10])
-@pytest.mark.parametrize("seed", range(3))
-def test_half_of_the_compiled_modifiers_are_for_the_blocks_of_their_variant(count: int, seed: int) -> None:
-    """Drawn for any place, they missed the edges of blocks, and lists of blocks hardly differed by head (FLX-30)."""
-    kernel = registry.get("triton.flex")
-    plain = pool(all_variants(kernel, "cuda"), count, seed)
-    for_blocks = {each: set(pooled(kernel.capabilities, MODIFIED, seed, each)) for each in (32, 64, 128)}
-    anywhere = set(pooled(kernel.capabilities, MODIFIED, seed))
-    shares, edges = [], []
-    for variant in plain:
-        block = variant.config.integer("block")
-        its = [each.modifiers or () for each in modified(plain, kernel, "cuda", seed) if replace(each, modifiers=None) == variant]
-        of_blocks = [each for each in its if each in for_blocks[block] - anywhere]
-        shares.append(len(of_blocks) / len(its))
-        edges += [any(n >= block - 2 and (n + 2) % block <= 3 for n in _edges(each)) for each in of_blocks if _edges(each)]
-    # Modifiers that hide a tile of their variant are in no pool as they are.
-    assert all(0.2 <= share <= 0.8 for share in shares)
-    assert sum(edges) >= len(edges) * 0.5
-
-
-def test_modifiers_for_blocks_differ_by_block() -> None:
-    can = registry.get("triton.flex").capabilities
-    longest = [max(max(_edges(each), default=0) for each in pooled(can, MODIFIED, 0, block)) for block in (32, 64, 128)]
-    assert longest == sorted(set(longest))
-    assert all(longest[i] < 3 * (32, 64, 128)[i] + 2 for i in range(3))
-
-
-def test_drawn_and_simpler_cases_keep_to_those_modifiers() -> None:
-    kernel = registry.get("triton.flex")
-    variants = modified(pool(all_variants(kernel, "cuda"), 4, 2), kernel, "cuda", 2)
-    allowed = {_trees(each.problem(kernel.capabilities)) for each in variants}
-    first, again = (
-        cases_by_compile_key(kernel, device="cuda", limits=Limits(), variants=variants, seed=1, draws=60) for _ in range(2)
-    )
-    assert len(first) > 8
-    for key, case in first.items():
-        assert _trees(case.problem) in allowed
-        assert key == kernel.compile_key(case.problem, case.config)
-    assert first.keys() == again.keys()
-
-
-def _trees(problem: Problem) -> tuple[object, ...]:
-    return problem.score_mod, problem.mask_mod, problem.softcap, problem.window
