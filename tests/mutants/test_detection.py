@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -119,25 +119,43 @@ class Scripted:
         return verdict(fails=left.pop(0) if len(left) > 1 else left[0])
 
 
+MUTANT = mutants()["MSK-05"]
+CRASH = Found("MSK-05", 0, 3, 1.0, kind="crash", case=MUTANT.direct_case(MUTANT.name).canonical())
+WRONG = dataclasses.replace(CRASH, cases=13, kind="mismatch")
+ONCE = "it fails with crash once, and passes that Case 3 times"
 DEATHS = {
-    "it dies again": ([False, True], [False], None),
-    "it dies once": ([False], [False], "it fails with crash once, and passes that Case 3 times"),
-    "the right kernel fails": ([True], [True], "triton.varlen fails in the same Case"),
+    # Of its campaigns one after the other, its Case run again, and the right kernel's: (Cases to find it, why not, campaigns).
+    "it dies again": ([CRASH], [False, True], False, (3, "", 1)),
+    "it dies once, and then fails": ([CRASH, WRONG], [False], False, (13, "", 2)),
+    "it dies once in each campaign": ([CRASH] * 3, [False], False, (None, ONCE, 3)),
+    "it dies once, and again in the last campaign": ([CRASH] * 3, [*[False] * 6, True], False, (3, "", 3)),
+    "the right kernel fails": ([CRASH], [True], True, (None, "triton.varlen fails in the same Case", 1)),
 }
 
 
-@pytest.mark.parametrize(("bug", "right", "why"), list(DEATHS.values()), ids=list(DEATHS))
+@pytest.mark.parametrize(("campaigns", "again", "right", "expected"), list(DEATHS.values()), ids=list(DEATHS))
 def test_a_crash_on_a_gpu_counts_where_it_shows_again_and_the_right_kernel_passes(
-    bug: list[bool], right: list[bool], why: str | None
+    campaigns: list[Found], again: list[bool], right: bool, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutant = mutants()["MSK-05"]
-    case = mutant.direct_case(mutant.name).canonical()
-    crash = Found("MSK-05", 0, 3, 1.0, kind="crash", case=case)
-    executor: Any = Scripted({mutant.name: bug, "triton.varlen": right})
+    """A hang of a busy machine ended a campaign after 13 Cases, and the bug counted as not found."""
+    left, executor = list(campaigns), Scripted({MUTANT.name: again, "triton.varlen": [right]})
+    monkeypatch.setattr(detection, "_campaign", lambda *_: left.pop(0))
     task = Attempt("MSK-05", 0, 500, device="cuda")
-    assert detection._why_not_found(task, mutant, crash, executor) == why
-    assert executor.processes >= 2
-    on_cpu = detection._why_not_found(Attempt("MSK-05", 0, 500), mutant, crash, executor)
+    found = detection._tried(task, MUTANT, cast("Any", None), cast("Any", executor))
+    assert (found.cases, found.otherwise, len(campaigns) - len(left)) == expected
+
+
+def test_no_campaign_follows_beyond_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Scripted({MUTANT.name: [False]})
+    monkeypatch.setattr(detection, "_campaign", lambda *_: CRASH)
+    task = Attempt("MSK-05", 0, 500, device="cuda", budget=0.0)
+    assert detection._tried(task, MUTANT, cast("Any", None), cast("Any", executor)).otherwise == ONCE
+    assert executor.processes == 3
+
+
+def test_a_crash_on_a_cpu_is_not_the_bugs() -> None:
+    executor: Any = Scripted({})
+    on_cpu = detection._why_not_found(Attempt("MSK-05", 0, 500), MUTANT, CRASH, executor)
     assert on_cpu == "it fails with crash, which the bug does not cause"
 
 

@@ -31,6 +31,8 @@ _RAISED, _DEATHS = ("compile-error", "exception"), ("crash", "hang")
 _NOT_RUN = (*_RAISED, *_DEATHS)
 _BATCH = 8
 """Cases of a batch on a GPU: a bug that ends its process does so once for each Case of the batch, which takes seconds."""
+_CAMPAIGNS = 3
+"""Campaigns on a mutant at most, each after one that ended by a Case that ended its process once, as on a busy machine."""
 _AGAIN, _AGAIN_SECONDS = 3, 120.0
 """Runs of a Case that ended its process on a GPU, of which one must do so again; seconds for them and for the right kernel's."""
 
@@ -173,28 +175,16 @@ def _tried(task: Attempt, mutant: Mutant, kernel: Kernel, isolated: Isolated) ->
         KeyboardInterrupt: Ctrl-C ended the campaign.
         ExecutionError: the device was lost.
     """
-    # Under a budget as without one, the Cases are those of all variants: only the order depends on what is compiled first.
-    settings = Settings(
-        device=task.device,
-        max_examples=task.most,
-        max_failures=1,
-        seed=task.seed,
-        shrink=task.shrink,
-        budget=task.budget,
-        jobs=task.compiles,
-        deadline=task.deadline,
-        all_variants=True,
-        batch=_BATCH,
-        out=None,
-    )
-    # Seconds count from where the executor's children have loaded what they need.
-    listener, start = _Listener(), time.monotonic()
-    done = run_campaign([kernel], settings, listener, isolated)
-    if done.interrupted:
-        raise KeyboardInterrupt
-    if done.lost:
-        raise ExecutionError(done.lost)
-    result = _of(task, done.summaries[0], start, listener, time.monotonic())
+    start, campaigns = time.monotonic(), 1
+    result = _campaign(task, kernel, isolated, start)
+    while once := _died_once(task, result, isolated):
+        if campaigns == _CAMPAIGNS or (task.budget is not None and time.monotonic() - start >= task.budget):
+            break
+        # That says nothing of the bug: the same Cases again.
+        isolated.limit(None)
+        result, campaigns = _campaign(task, kernel, isolated, start), campaigns + 1
+    if once:
+        return replace(result, cases=None, otherwise=f"it fails with {result.kind} once, and passes that Case {_AGAIN} times")
     if result.cases is not None and (why := _why_not_found(task, mutant, result, isolated)):
         return replace(result, cases=None, otherwise=why)
     if task.mutant not in mutants() and result.cases == 1 and result.kind in _RAISED:
@@ -202,21 +192,59 @@ def _tried(task: Attempt, mutant: Mutant, kernel: Kernel, isolated: Isolated) ->
     return result
 
 
+def _campaign(task: Attempt, kernel: Kernel, isolated: Isolated, start: float) -> Found:
+    """Return what one campaign makes of a kernel with the bug; its time and the seconds to its first failure count from `start`.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C ended the campaign.
+        ExecutionError: the device was lost.
+    """
+    # Under a budget as without one, the Cases are those of all variants: only the order depends on what is compiled first.
+    settings = Settings(
+        device=task.device,
+        max_examples=task.most,
+        max_failures=1,
+        seed=task.seed,
+        shrink=task.shrink,
+        budget=None if task.budget is None else task.budget - (time.monotonic() - start),
+        jobs=task.compiles,
+        deadline=task.deadline,
+        all_variants=True,
+        batch=_BATCH,
+        out=None,
+    )
+    listener = _Listener()
+    done = run_campaign([kernel], settings, listener, isolated)
+    if done.interrupted:
+        raise KeyboardInterrupt
+    if done.lost:
+        raise ExecutionError(done.lost)
+    return _of(task, done.summaries[0], start, listener, time.monotonic())
+
+
+def _died_once(task: Attempt, result: Found, isolated: Isolated) -> bool:
+    """Whether a Case ended its process on a GPU, by a crash or a hang, and passes whenever it is run again."""
+    if task.device != "cuda" or result.cases is None or result.kind not in _DEATHS:
+        return False
+    isolated.limit(time.monotonic() + _AGAIN_SECONDS)
+    try:
+        return not any(_fails_in_a_new_process(case_from_json(result.case), isolated) for _ in range(_AGAIN))
+    except OutOfTime:
+        return False
+
+
 def _why_not_found(task: Attempt, mutant: Mutant, result: Found, isolated: Isolated) -> str | None:
     """Return why a failure is not that of the bug, or None: a text that is no code fails as well, and so may a right kernel.
 
-    On a GPU a bug of memory may end its process, which the memory checker of the CPU prevents: it must do so once more.
+    On a GPU a bug of memory may end its process, which the memory checker of the CPU prevents.
     """
     died = result.kind in _DEATHS and task.device == "cuda"
     if result.kind in _NOT_RUN and result.kind not in mutant.kinds and not died:
         return f"it fails with {result.kind}, which the bug does not cause"
-    case = case_from_json(result.case)
     if task.device == "cuda":
         isolated.limit(time.monotonic() + _AGAIN_SECONDS)
     try:
-        if died and not any(_fails_in_a_new_process(case, isolated) for _ in range(_AGAIN)):
-            return f"it fails with {result.kind} once, and passes that Case {_AGAIN} times"
-        right = msgspec.structs.replace(case, kernel=mutant.kernel)
+        right = msgspec.structs.replace(case_from_json(result.case), kernel=mutant.kernel)
         return f"{mutant.kernel} fails in the same Case" if _fails_in_a_new_process(right, isolated) else None
     except OutOfTime:
         return f"{mutant.kernel} has no Verdict of the same Case in time"
