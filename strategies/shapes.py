@@ -320,6 +320,8 @@ def _values_and_widths(variant: Variant) -> Iterable[tuple[str, object]]:
     yield from _values(variant)
     # Kernels often take wide rows by parts. Few variants are better spent otherwise.
     yield "wide dims", tuple(dim > _WIDE for dim in variant.dims)
+    # Parts of keys that are merged afterwards: under a mask many have nothing to do.
+    yield "parts and mask", (variant.config.tile("split", 1) > 1, variant.causal is None)
 
 
 def _values_and_modifiers(variant: Variant) -> Iterable[tuple[str, object]]:

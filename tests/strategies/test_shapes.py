@@ -147,6 +147,14 @@ def test_a_pool_of_many_has_wide_dims() -> None:
         assert (256, 256) in {each.dims for each in pool(all_variants(subject, "cpu"), 8, seed)}
 
 
+def test_a_pool_of_many_has_parts_of_keys_with_a_mask_and_without() -> None:
+    """Three of three seeds had them under a mask alone, where few parts have anything to do: CMP-31 was not found."""
+    variants = all_variants(registry.get("triton.flex"), "cuda")
+    for seed in range(8):
+        members = pool(variants, 10, seed)
+        assert {each.causal is None for each in members if each.config.integer("split") > 1} == {True, False}
+
+
 @pytest.mark.parametrize(("step", "most"), [(1, 256), (8, 256), (16, 128), (40, 100), (64, 64)])
 def test_dims_that_a_kernel_takes_without_listing_them(step: int, most: int) -> None:
     subject = Subject(can={"dim_multiple": step, "dim_max": most})
