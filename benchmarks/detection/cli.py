@@ -16,7 +16,8 @@ from support.verdict.processes import LostProcess, finished
 from attnfuzz.harness.cli.options import CLEAN, INTERRUPTED, WRONG_USE, console, writable
 from attnfuzz.harness.core.files import write_whole
 from attnfuzz.harness.report.progress import progress_on
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.problem import OUTPUT_NAMES, reject
 from detection.contest import METHODS, Result, Turn, played
 from detection.tables import show
 
@@ -43,14 +44,18 @@ def main(
     markdown: bool, kept: str | None, read: str | None,
 ) -> None:  # fmt: skip
     """Try six ways of testing on each mutant for the same time."""
+    rows: list[Result] = []
     try:
         interrupted = False
         if read is None:
             target = None if kept is None else writable(kept, "json")
             turns = turns_of(chosen(mutants(), ids), methods or tuple(METHODS), seconds, control, seed)
-            rows, interrupted = _finished(turns, jobs or len(os.sched_getaffinity(0)))
-            if target is not None:
-                write_whole(target, msgspec.json.format(msgspec.json.encode(rows)).decode() + "\n")
+            try:
+                interrupted = _finish(turns, jobs or len(os.sched_getaffinity(0)), rows)
+            finally:
+                # Whatever ends it: an hour of turns may be in there.
+                if target is not None:
+                    write_whole(target, msgspec.json.format(msgspec.json.encode(rows)).decode() + "\n")
         else:
             rows = _read(read)
     except (ValueError, LostProcess) as error:
@@ -66,17 +71,26 @@ def main(
 
 
 def chosen(bank: dict[str, Mutant], ids: Sequence[str]) -> list[Mutant]:
-    """Return the mutants of the ids, by default all that show on the CPU.
+    """Return the mutants of the ids, by default all that show on the CPU, of kernels with all gradients and without pages.
 
     Raises:
-        BadArgument: there is no such mutant, or it shows on a GPU only.
+        BadArgument: there is no such mutant, it shows on a GPU only, or the other ways have no Cases for its kernel.
     """
     for each in ids:
         if each not in bank:
             raise reject("ID", each, "no mutant has that id", f"give one of {', '.join(bank)}")
         if bank[each].device != "cpu":
             raise reject("ID", each, "it shows on a GPU only, and this runs on the CPU", "give another")
-    return [bank[each] for each in dict.fromkeys(ids or bank) if bank[each].device == "cpu"]
+        if not _taken(bank[each].kernel):
+            raise reject("ID", each, f"{bank[each].kernel} has no gradients, which the other ways compare", "give another")
+    comparable = (each for each in dict.fromkeys(ids or bank) if bank[each].device == "cpu" and _taken(bank[each].kernel))
+    return [bank[each] for each in comparable]
+
+
+def _taken(kernel: str) -> bool:
+    """Whether the other ways have Cases for a kernel: they need gradients, and no pages."""
+    can = registry.get(kernel).capabilities
+    return set(can.outputs) == set(OUTPUT_NAMES) and 0 in can.page_sizes
 
 
 def turns_of(wanted: Sequence[Mutant], methods: Sequence[str], seconds: float, control: float, seed: int) -> list[Turn]:
@@ -89,9 +103,8 @@ def turns_of(wanted: Sequence[Mutant], methods: Sequence[str], seconds: float, c
     return turns
 
 
-def _finished(turns: Sequence[Turn], jobs: int) -> tuple[list[Result], bool]:
-    """Return (results, interrupted): Ctrl-C keeps what is finished."""
-    rows: list[Result] = []
+def _finish(turns: Sequence[Turn], jobs: int, rows: list[Result]) -> bool:
+    """Add the result of each turn to `rows` as it ends; return whether Ctrl-C ended it before."""
     try:
         with progress_on(console(stderr=True), bar=True, count=True, left=True, width=32) as progress:
             bar = progress.add_task("turns", total=len(turns))
@@ -99,8 +112,8 @@ def _finished(turns: Sequence[Turn], jobs: int) -> tuple[list[Result], bool]:
                 rows.append(row)
                 progress.update(bar, completed=len(rows), description=f"{row.subject}, {row.method}")
     except KeyboardInterrupt:
-        return rows, True
-    return rows, False
+        return True
+    return False
 
 
 def _read(path: str) -> list[Result]:

@@ -23,6 +23,8 @@ _LONGEST, _MOST_SEQUENCES, _MOST_HEADS = 150, 3, 2
 """About half of what a campaign on the CPU draws at most, whose sizes are such that a Case has few tiles."""
 _MOST_GROUP: Final = 3
 _ENDLESS: Final = 10**9
+_REFUSED: Final = 10_000
+"""So many Problems one after the other that a kernel does not take are all that there are."""
 
 
 class _Stop(BaseException):
@@ -35,7 +37,7 @@ def boundary_shapes(kernel: Kernel, seed: int, consume: Consume) -> None:
     Source: arXiv 2606.20128 (each symbolic dim of an operation has its candidates, each Case its seed) and 2606.27396 (boundary
     candidates find most without false alarms).
     """
-    numbers, can = random.Random(seed), kernel.capabilities
+    numbers, can, refused = random.Random(seed), kernel.capabilities, 0
     for turn in range(_ENDLESS):
         batch = numbers.randint(1, 3)
         pairs = [(numbers.choice(_LENGTHS), numbers.choice(_LENGTHS)) for _ in range(batch)]
@@ -49,7 +51,8 @@ def boundary_shapes(kernel: Kernel, seed: int, consume: Consume) -> None:
             heads=kv_heads * numbers.choice((1, 2, 3)), kv_heads=kv_heads, dim_qk=dim_qk, dim_v=dim_v,
             dtype=numbers.choice(can.dtypes_for("cpu")), causal=numbers.choice(can.causal),
         )  # fmt: skip
-        if case is not None and consume(case):
+        refused = refused + 1 if case is None else 0
+        if refused == _REFUSED or (case is not None and consume(case)):
             return
 
 
@@ -71,7 +74,8 @@ def plain_integers(kernel: Kernel, seed: int, consume: Consume) -> None:
         # Hypothesis would parse torch for constants, half a minute.
         with no_local_constants():
             test()
-    except _Stop:
+    except (_Stop, hypothesis.errors.Unsatisfiable):
+        # The latter: the kernel takes none of them.
         return
 
 

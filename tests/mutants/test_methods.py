@@ -248,7 +248,33 @@ def test_ctrl_c_keeps_finished_turns(rows: list[Any], tmp_path: Path, monkeypatc
     assert len(json.loads(file.read_text())) == 2
 
 
+def test_an_error_keeps_finished_turns(rows: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of which one of the ways had no Case ended a run after 23 minutes, with all that it had found."""
+
+    def finished(_: Any, turns: list[Any], jobs: int) -> Iterator[Any]:
+        yield from rows[:3]
+        raise LookupError("a method has no Case")
+
+    monkeypatch.setattr(part("cli"), "finished", finished)
+    file = tmp_path / "turns.json"
+    assert isinstance(command("MSK-05", "--json", str(file)).exception, LookupError)
+    assert len(json.loads(file.read_text())) == 3
+
+
+def test_kernels_without_gradients_are_left_out() -> None:
+    bank, chosen = part("cli").mutants(), part("cli").chosen
+    without = {each.kernel for each in bank.values() if each.device == "cpu"} - {each.kernel for each in chosen(bank, ())}
+    assert without == {"triton.paged"}
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_a_way_without_cases_ends(method: str) -> None:
+    """triton.paged has no gradients, which they all ask for."""
+    part("contest").METHODS[method].draw(registry.get("triton.paged"), 0, lambda _: pytest.fail("it takes a Case"))
+
+
 WRONG = {
+    "a kernel without gradients": (["PGD-01"], "ID='PGD-01': triton.paged has no gradients, which the other ways compare"),
     "an unknown id": (["MSK-99"], "ID='MSK-99': no mutant has that id; give one of ADD-01, "),
     "an unknown method": (["--method", "luck"], "'luck' is not one of 'attnfuzz', 'flash'"),
     "no time": (["--seconds", "0"], "'--seconds': 0.0 is not in the range x>0"),
