@@ -1,13 +1,14 @@
 """Batches of a kernel without a campaign around them: Cases a second of processes side by side, and what their GPU does.
 
-    python benchmarks/batch.py [--device cpu|cuda] [--cases N] [--size N] [--processes N] [--operations] [--waits] [--alone]
-                               [--json FILE] [KERNEL]
+    python benchmarks/batch.py [--device cpu|cuda] [--cases N] [--size N] [--processes N] [--mps] [--operations] [--waits]
+                               [--alone] [--json FILE] [KERNEL]
 
 Cases are those that a campaign draws, of one dtype and dims, as its batches are; the first two batches are not timed. With
 --operations also what the code of this repository asks of the device, by stage and line (benchmarks/device_requests.py), and on a
 GPU the operations there, by kind: all, and those of the judgement (one process, torch's profiler). With --waits also where a Case
 waits for the device, and how often: processes share it in turns, so that each wait lasts until all others have had theirs. With
---alone also whether the Verdicts are those of the Cases alone: exit code 1 if not.
+--mps the processes run once more, and share the GPU at the same time by CUDA's MPS (benchmarks/mps.py). With --alone also whether
+the Verdicts are those of the Cases alone: exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -130,6 +132,20 @@ def side_by_side(processes: int, name: str, device: Device, count: int, size: in
         ready = manager.Barrier(processes) if processes > 1 else None
         running = [pool.submit(timed, name, device, count, size, ready) for _ in range(processes)]
         return [each.result() for each in running]
+
+
+def with_mps(processes: int, name: str, device: Device, count: int, size: int) -> dict[str, Any]:
+    """Run the processes with CUDA's MPS, and return their summary.
+
+    Raises:
+        BadParameter: it cannot be used here.
+    """
+    mps: ModuleType = importlib.import_module("mps")
+    try:
+        with mps.mps():
+            return summary(side_by_side(processes, name, device, count, size))
+    except mps.NoServer as error:
+        raise click.BadParameter(str(error), param_hint="--mps") from None
 
 
 def operations(name: str, count: int, size: int) -> dict[str, dict[str, tuple[float, float]]]:
@@ -251,6 +267,7 @@ def summary(runs: Sequence[Timed]) -> dict[str, Any]:
 @click.option("--cases", default=None, type=click.IntRange(1), help="Of each process [default: six batches].")
 @click.option("--size", default=None, type=click.IntRange(1), help="Cases of a batch [default: as a campaign has them].")
 @click.option("--processes", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--mps", "shares", is_flag=True, help="Also with CUDA's MPS, by which processes share the GPU at the same time.")
 @click.option("--operations", "lists", is_flag=True, help="Also what a Case asks of the device, and what a GPU does for it.")
 @click.option("--waits", "finds", is_flag=True, help="Also where a Case waits for the GPU.")
 @click.option("--alone", is_flag=True, help="Also compare the Verdicts with those of the Cases run alone.")
@@ -261,6 +278,7 @@ def main(
     cases: int | None,
     size: int | None,
     processes: int,
+    shares: bool,
     lists: bool,
     finds: bool,
     alone: bool,
@@ -270,11 +288,15 @@ def main(
     where = environment.resolve_device(device)
     if finds and where != "cuda":
         raise click.BadParameter("nothing waits for a CPU; use --device cuda", param_hint="--waits")
+    if shares and where != "cuda":
+        raise click.BadParameter("there is no GPU to share; use --device cuda", param_hint="--mps")
     size = size or batch_for(Settings(device=where)).most
     count = cases or 6 * size
     if count <= _UNTIMED * size:
         raise click.BadParameter(f"{count}: two batches of {size} are not timed; ask for more", param_hint="--cases")
     result = {"kernel": kernel, "device": where, "size": size, **summary(side_by_side(processes, kernel, where, count, size))}
+    if shares:
+        result["mps"] = with_mps(processes, kernel, where, count, size)
     if lists:
         result["requests"] = requests(kernel, where, count, size)
     if lists and where == "cuda":
@@ -297,9 +319,12 @@ def show(result: dict[str, Any]) -> None:
     console.print(
         f"{result['kernel']} on {result['device']}, {of}, batches of {result['size']}: {result['rate']:.1f} Cases a second"
     )
-    table = Table("stage", "ms a Case")
+    shared = result.get("mps")
+    if shared is not None:
+        console.print(f"with MPS: {shared['rate']:.1f} Cases a second, {shared['rate'] / result['rate']:.2f} times as many")
+    table = Table("stage", "ms a Case", *(("with MPS",) if shared else ()))
     for stage, ms in result["ms"].items():
-        table.add_row(stage, f"{ms:.2f}")
+        table.add_row(stage, f"{ms:.2f}", *((f"{shared['ms'].get(stage, 0.0):.2f}",) if shared else ()))
     console.print(table)
     if "requests" in result:
         for by, most in (("stages", None), ("lines", _LINES)):

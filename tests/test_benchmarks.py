@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -281,6 +282,7 @@ def test_batches_are_timed_in_processes(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["--waits"], "use --device cuda"),
+        (["--mps"], "there is no GPU to share; use --device cuda"),
         pytest.param(["--cases", "4"], "ask for more", marks=pytest.mark.slow),
         pytest.param(["no.kernel"], "no.kernel", marks=pytest.mark.slow),
     ],
@@ -291,6 +293,39 @@ def test_wrong_use_of_the_batch_benchmark(arguments: list[str], says: str) -> No
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def fake_control(folder: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> Path:
+    """Put a program in the place of MPS's, which notes how it was called, and return its notes."""
+    notes, program = folder / "notes", folder / loaded("mps").CONTROL
+    program.write_text(f'#!/bin/sh\necho "$@ $(test -t 0 || cat)" >> {notes}\necho "no driver" >&2\nexit {code}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return notes
+
+
+def test_an_mps_server_is_ended_and_its_folder_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = fake_control(tmp_path, monkeypatch)
+    monkeypatch.setenv("CUDA_MPS_LOG_DIRECTORY", "/before")
+    with loaded("mps").mps():
+        folder = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
+        assert folder.is_dir()
+        assert os.environ["CUDA_MPS_LOG_DIRECTORY"] == str(folder)
+    assert [line.strip() for line in notes.read_text().split("\n") if line.strip()] == ["-d", "quit -t 5"]
+    assert not folder.exists()
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    assert os.environ["CUDA_MPS_LOG_DIRECTORY"] == "/before"
+
+
+def test_without_an_mps_server_the_reason_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mps = loaded("mps")
+    monkeypatch.setattr(mps, "CONTROL", "no-such-control")
+    with pytest.raises(mps.NoServer, match="no-such-control is not on the PATH"), mps.mps():
+        pass
+    mps = loaded("mps")
+    fake_control(tmp_path, monkeypatch, code=3)
+    with pytest.raises(mps.NoServer, match="exit code 3: no driver"), mps.mps():
+        pass
 
 
 def test_dv_of_torchs_attention_on_the_cpu_loses_digits_beyond_32_queries() -> None:

@@ -1,0 +1,57 @@
+"""CUDA's MPS for some processes: a server that lets operations of several processes run on a GPU at the same time.
+
+Without it, processes share a GPU in slices of time. The server belongs to this run alone: its pipes lie in a temporary folder,
+which is named in the environment of the processes. The settings of the GPU are left as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["CONTROL", "NoServer", "mps"]
+
+CONTROL = "nvidia-cuda-mps-control"
+_SECONDS = 30.0
+_FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+
+
+class NoServer(RuntimeError):
+    """The server cannot be started, with the reason."""
+
+
+@contextmanager
+def mps() -> Iterator[None]:
+    """Start the server, and name it in the environment; end it afterwards, with all that it serves.
+
+    Raises:
+        NoServer: its program is missing, or refuses.
+    """
+    if shutil.which(CONTROL) is None:
+        raise NoServer(f"{CONTROL} is not on the PATH; it comes with the driver")
+    before = {name: os.environ.get(name) for name in _FOLDERS}
+    # A socket's path has 107 characters at most.
+    with tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp") as folder:
+        os.environ.update(dict.fromkeys(_FOLDERS, folder))
+        try:
+            _control("-d")
+            try:
+                yield
+            finally:
+                _control(text="quit -t 5\n")
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _control(*arguments: str, text: str | None = None) -> None:
+    try:
+        done = subprocess.run([CONTROL, *arguments], input=text, capture_output=True, text=True, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoServer(f"{CONTROL}: {error}") from None
+    if done.returncode:
+        raise NoServer(f"{CONTROL}: exit code {done.returncode}: {(done.stderr or done.stdout).strip()}")
