@@ -83,8 +83,7 @@ def cases(
     """
     chosen = tuple(variants) if variants is not None else all_variants(kernel, device)
     # A kernel may refuse what capabilities cannot express, for example a pair of lengths.
-    parts = _Parts(kernel, limits or Limits(), chosen, compiled=device in kernel.capabilities.compiles_on)
-    strategy = _cases(parts)
+    strategy = _cases(_Parts(kernel, device, limits or Limits(), chosen))
     return strategy.filter(lambda case: kernel.supports(case.problem, case.config, device) is None)
 
 
@@ -104,9 +103,9 @@ def cases_by_compile_key(
 class _Parts:
     """The strategies of the parts of a kernel's Cases, each built once. Its repr is short, since Hypothesis writes it out."""
 
-    def __init__(self, kernel: Kernel, limits: Limits, variants: tuple[Variant, ...], *, compiled: bool) -> None:
-        self.name, self.can, self.limits, self._key = kernel.name, kernel.capabilities, limits, kernel.compile_key
-        self.first = variants[0] if compiled else None
+    def __init__(self, kernel: Kernel, device: Device, limits: Limits, variants: tuple[Variant, ...]) -> None:
+        self.kernel, self.device, self.can, self.limits = kernel, device, kernel.capabilities, limits
+        self.first = variants[0] if device in self.can.compiles_on else None
         """The variant that is compiled first; None: nothing is compiled."""
         self._problems: dict[int, Problem] = {}
         self._forms: dict[int, tuple[WindowForm, ...]] = {}
@@ -121,7 +120,7 @@ class _Parts:
         self.most_heads = st.sampled_from((1, 2, limits.heads, limits.heads))
 
     def __repr__(self) -> str:
-        return f"<{self.name}>"
+        return f"<{self.kernel.name}>"
 
     def may_have_sinks(self, variant: Variant) -> bool:
         """Whether Cases of this variant may have sinks.
@@ -160,9 +159,11 @@ class _Parts:
         return self._forms[id(variant)]
 
     def _serves(self, variant: Variant, form: WindowForm) -> bool:
-        problem, step = self.problem(variant), self.can.window_multiple
-        others = (replace(problem, window=window_of(form, n * step, n * step)) for n in _WIDTHS)
-        return {self._key(other, variant.config) for other in others} == {self._key(problem, variant.config)}
+        problem, step, kernel = self.problem(variant), self.can.window_multiple, self.kernel
+        others = [replace(problem, window=window_of(form, n * step, n * step)) for n in _WIDTHS]
+        keys = {kernel.compile_key(each, variant.config) for each in (problem, *others)}
+        # A kernel may refuse a window beside a mask.
+        return len(keys) == 1 and all(kernel.supports(each, variant.config, self.device) is None for each in others)
 
 
 def _with_window(own: Chosen, limited: st.SearchStrategy[tuple[int | None, int | None]]) -> st.SearchStrategy[Chosen]:
@@ -237,7 +238,7 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
         **laid_out,
         **dict(changed),
     )
-    return Case(kernel=parts.name, problem=problem, recipe=recipe, config=variant.config)
+    return Case(kernel=parts.kernel.name, problem=problem, recipe=recipe, config=variant.config)
 
 
 @st.composite

@@ -168,6 +168,21 @@ def test_half_of_the_cases_have_a_window_where_the_code_of_a_mask_serves_one() -
     assert set(windows[other]) == {None}, "its key would be another"
 
 
+def test_no_window_that_the_kernel_refuses_is_drawn_beside_a_mask() -> None:
+    """Half of the draws would be thrown away."""
+    refused: list[Problem] = []
+
+    def refuse(problem: Problem, _: Config) -> str | None:
+        if not (problem.window and problem.causal):
+            return None
+        refused.append(problem)
+        return "a window beside a mask"
+
+    masked = variant("bottom_right")
+    assert set(windows_of(replace(with_windows(), refuse=refuse), masked)[masked]) == {None}
+    assert len(refused) < 20
+
+
 def test_windows_without_limits_stay_and_a_mask_mod_has_none_beside_it() -> None:
     unlimited, alone = variant("bottom_right", window=(None, None)), variant("bottom_right", mask_mod=MASK_MOD)
     windows = windows_of(with_windows(), unlimited, alone)
