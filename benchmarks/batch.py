@@ -49,8 +49,8 @@ from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.draw import drawn
-from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.trials import trial_cases
+from attnfuzz.strategies.variants import all_variants
 
 sys.path.append(str(Path(__file__).parent))
 

@@ -31,7 +31,8 @@ from attnfuzz.harness.isolation.executors import Executor, InProcess
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.strategies.shapes import Variant, all_variants, pool
+from attnfuzz.strategies.pools import pool
+from attnfuzz.strategies.variants import Variant, all_variants
 
 LIMITS = {"cpu": 0.05, "cuda": 0.10}
 

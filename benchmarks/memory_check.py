@@ -27,7 +27,8 @@ from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.kernels.support import memory
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import cases
-from attnfuzz.strategies.shapes import all_variants, pool
+from attnfuzz.strategies.pools import pool
+from attnfuzz.strategies.variants import all_variants
 
 LIMIT = 0.25
 

@@ -18,8 +18,8 @@ from attnfuzz.strategies.case import Case, Check
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.earlier_calls import other_problems
 from attnfuzz.strategies.layouts import layouts, of_pages
-from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.stream_checks import stream_checks
+from attnfuzz.strategies.variants import Variant
 
 __all__ = ["call_machine"]
 

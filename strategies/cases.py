@@ -16,12 +16,13 @@ from attnfuzz.kernels.contract import Config, Device, Kernel, WindowForm, window
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import DEFAULT_TILE, SINK_VALUES, Case
 from attnfuzz.strategies.draw import draw_values
+from attnfuzz.strategies.heads import heads
 from attnfuzz.strategies.kernel_limits import shapes_in_room, within_limits
 from attnfuzz.strategies.layouts import layouts, of_pages
 from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, corners, weighted, whole_blocks
 from attnfuzz.strategies.modifiers import Blocks, Chosen, modifiers, windows
-from attnfuzz.strategies.recipes import recipes
-from attnfuzz.strategies.shapes import Variant, all_variants, heads, one_variant, scales
+from attnfuzz.strategies.recipes import recipes, scales
+from attnfuzz.strategies.variants import Variant, all_variants, one_variant
 
 __all__ = ["Limits", "cases", "cases_by_compile_key"]
 

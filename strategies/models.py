@@ -18,7 +18,7 @@ from attnfuzz.strategies.layouts import layouts
 from attnfuzz.strategies.lengths import batches, weighted
 from attnfuzz.strategies.modifiers import chosen
 from attnfuzz.strategies.recipes import recipes
-from attnfuzz.strategies.shapes import Variant, one_variant
+from attnfuzz.strategies.variants import Variant, one_variant
 
 __all__ = ["MODELS", "Model", "left_out", "model_cases", "model_variants"]
 

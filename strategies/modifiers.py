@@ -9,7 +9,6 @@ ends of blocks, and heads have different lists.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,7 +45,6 @@ from attnfuzz.kernels.expressions.tree import (
     exp,
     load,
     negated,
-    parse,
     sigmoid,
     tanh,
     to_data,
@@ -55,19 +53,16 @@ from attnfuzz.kernels.expressions.tree import (
     where,
     whole,
 )
-from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.lengths import weighted
 
 __all__ = [
+    "HIDING",
+    "HIDING_TILES",
     "Blocks",
     "Chosen",
     "chosen",
-    "hides_first_keys",
-    "hiding_tile",
-    "kinds_of",
     "masks",
     "modifiers",
-    "pooled",
     "scores",
     "windows",
 ]
@@ -78,12 +73,12 @@ _STEPS = (32, 64, 128)
 _EDGES = (1, 2, 3, 7, 8, 16, 31, 32, 33, 64, 65, 128)
 _FACTORS = (0.5, 2.0, -1.0, 0.25, 1.5, -0.5, 0.125)
 _CAPS = (20.0, 50.0, 5.0, 1.0)
-_HIDING = (-65504.0, -1e9, -1e38)
+HIDING = (-65504.0, -1e9, -1e38)
 """What models add to the scores of keys that they hide: the least float16, a round number, and one of the size of the least
 float32, which itself would be -inf in base 2: a row of such keys alone has another LSE in a kernel that computes in base 2."""
 _FIRST_KEYS = (32, 64, 33, 65, 128)
 """So many first keys are hidden by an added number: whole tiles of a row, before those that count (`hiding_tile`)."""
-_HIDING_TILES = (-1e38, -65504.0, -1e38, -1e9)
+HIDING_TILES = (-1e38, -65504.0, -1e38, -1e9)
 """What is added to their scores: half of the time so large a number that where two products of it are rounded apart, exp of the
 difference overflows; what it leaves of smaller ones is lost in the first visible tile."""
 _SLOPES: st.SearchStrategy[Expression] = st.sampled_from((H, B, H + B, H + B)).map(lambda of: S + to_float(KV * of) * 0.03125)
@@ -234,76 +229,6 @@ def chosen(values: dict[str, Any]) -> Chosen:
     return tuple((name, value) for name, value in values.items() if value not in (None, ("score",)))
 
 
-def pooled(can: Capabilities, count: int, seed: int, block: int = 0) -> tuple[Chosen, ...]:
-    """Choose `count` of four times as many that are drawn by `seed`, none first: for devices where each needs its own compile.
-
-    Every other one is the next that was drawn, the others those whose kinds (`kinds_of`) the ones before have least. With `block`
-    they are for masks in blocks of so many queries and keys, of sequences with two by two of them.
-    """
-    offered: dict[Chosen, None] = {(): None}
-
-    def collect(chosen: Chosen) -> bool:
-        offered.setdefault(chosen)
-        return len(offered) > 4 * count
-
-    blocks = Blocks(block, 2 * block, 2 * block, 0) if block else None
-    draw_values(modifiers(can, blocks), collect, seed=seed, examples=20 * count)
-    all_kinds = {each: kinds_of(each) for each in offered}
-    left, met, pool = list(offered)[1:], Counter[object](), list[Chosen](((),))
-    while left and len(pool) < count:
-        rare = max(left, key=lambda each: sum(1 / (1 + met[kind]) for kind in all_kinds[each]) / len(all_kinds[each]))
-        best = rare if len(pool) % 2 else left[0]
-        left.remove(best)
-        pool.append(best)
-        met.update(all_kinds[best])
-    return tuple(pool)
-
-
-def kinds_of(chosen: Chosen) -> list[object]:
-    """Return what a choice of modifiers has: fields, what these read, one alone, limited sides of a window, hidden first keys."""
-    kinds: list[object] = [name for name, _ in chosen]
-    if len(chosen) == 1:
-        kinds.append(("alone", chosen[0][0]))
-    for name, value in chosen:
-        if name == "window":
-            kinds += [(side, None if width is None else width > 0) for side, width in zip(("left", "right"), value, strict=True)]
-        elif name in ("score_mod", "mask_mod"):
-            kinds += [(name, read) for read in _reads(value)]
-        if name == "score_mod" and _first_keys(value, _HIDING_TILES[:1]):
-            kinds.append("first keys")
-    return kinds
-
-
-def _reads(data: Any) -> tuple[str, ...]:
-    """Return what a score's modifier depends on, of its sequence, its head and captured tensors."""
-    ops = {each.op for each in parse(data).walk()}
-    return tuple(each for each in ("b", "h", "load") if each in ops)
-
-
-def hides_first_keys(chosen: Chosen) -> bool:
-    """Whether a choice of modifiers hides the first keys by an added number."""
-    return any(name == "score_mod" and _first_keys(value) > 0 for name, value in chosen)
-
-
-def hiding_tile(chosen: Chosen, tile: int) -> Chosen:
-    """Return the modifiers: first keys that an added number hides become a tile of so many keys, or one more."""
-    return tuple((name, _of_tile(value, tile) if name == "score_mod" else value) for name, value in chosen)
-
-
-def _of_tile(score_mod: Any, tile: int) -> Any:
-    if not (hidden := _first_keys(score_mod)):
-        return score_mod
-    return (score_mod[0], to_data(whole(tile + hidden % 2) <= KV), *score_mod[2:])
-
-
-def _first_keys(score_mod: Any, numbers: tuple[float, ...] = _HIDING) -> int:
-    """Return how many first keys a score_mod hides by adding one of `numbers`; 0: it does not."""
-    match score_mod:
-        case ("where", ("le", ("int", int(first)), ("kv_idx",)), ("score",), ("add", ("score",), ("const", number))):
-            return first if number in numbers else 0
-    return 0
-
-
 def _captured(gradients: bool) -> st.SearchStrategy[Expression]:
     """Return a strategy of float32 loads, indexed by head, key, query, offset, or all."""
     grad = st.booleans() if gradients else st.just(False)
@@ -333,7 +258,7 @@ def scores(reads: bool, gradients: bool) -> st.SearchStrategy[Expression]:
         *((st.booleans().map(lambda of: relative_bias(gradient=of)), st.just(bias(gradient=True))) if gradients else ()),
     )
     rest = st.sampled_from(_FIRST_KEYS).map(lambda first: whole(first) <= KV)
-    hiding = weighted((1, _hiding(masks(reads, depth=1), _HIDING)), (1, _hiding(rest, _HIDING_TILES)))
+    hiding = weighted((1, _hiding(masks(reads, depth=1), HIDING)), (1, _hiding(rest, HIDING_TILES)))
     factor = st.sampled_from(_FACTORS).map(lambda factor: S * factor)
     return st.one_of(factor, named, *parametric, hiding, _SLOPES, _random(reads, gradients))
 

@@ -14,10 +14,12 @@ from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, Shap
 from attnfuzz.kernels.problem import BadArgument, Packing, Problem
 from attnfuzz.strategies.case import RELATIONS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
+from attnfuzz.strategies.heads import heads
 from attnfuzz.strategies.kernel_limits import shapes_in_room, within_limits
 from attnfuzz.strategies.lengths import Room, batches
+from attnfuzz.strategies.recipes import scales
 from attnfuzz.strategies.relation_problems import SPREAD, related_problems, spread, why_not_relation
-from attnfuzz.strategies.shapes import Variant, all_variants, heads, one_variant, scales
+from attnfuzz.strategies.variants import Variant, all_variants, one_variant
 
 __all__ = ["RELATION_LIMITS", "relation_cases", "relations_of"]
 

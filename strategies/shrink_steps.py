@@ -19,8 +19,8 @@ from attnfuzz.kernels.expressions.tree import parse, to_data
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
 from attnfuzz.strategies.case import DEFAULT_TILE, PATTERNS, RELATIONS, SINK_VALUES, Case, Recipe, with_check, with_problem
 from attnfuzz.strategies.modifiers import Chosen, chosen
-from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.shrink_trees import simpler_trees
+from attnfuzz.strategies.variants import Variant
 
 __all__ = [
     "PLAIN",

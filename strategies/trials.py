@@ -18,8 +18,8 @@ from attnfuzz.strategies.earlier_calls import other_problems, takes_call
 from attnfuzz.strategies.models import model_cases
 from attnfuzz.strategies.relations import RELATION_LIMITS, relation_cases, relations_of
 from attnfuzz.strategies.schedules import SCHEDULES
-from attnfuzz.strategies.shapes import Variant, all_variants
 from attnfuzz.strategies.stream_checks import stream_checks
+from attnfuzz.strategies.variants import Variant, all_variants
 
 __all__ = ["call_checks", "trial_cases"]
 

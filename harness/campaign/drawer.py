@@ -13,7 +13,7 @@ from attnfuzz.harness.campaign.rounds import EXAMPLES, Round
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.draw import drawn
 from attnfuzz.strategies.other_values import with_other_values
-from attnfuzz.strategies.shapes import Variant
+from attnfuzz.strategies.variants import Variant
 
 __all__ = ["Drawer", "Drawn", "draw_round"]
 

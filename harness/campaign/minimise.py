@@ -19,7 +19,7 @@ from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.neighbours import in_room, neighbours
-from attnfuzz.strategies.shapes import Variant
+from attnfuzz.strategies.variants import Variant
 
 __all__ = ["Minimiser"]
 

@@ -16,8 +16,9 @@ from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.models import model_cases, model_variants
 from attnfuzz.strategies.other_values import values_of_a_shape
-from attnfuzz.strategies.shapes import MODIFIED, Variant, all_variants, compile_order, modified, other_dims, pool
+from attnfuzz.strategies.pools import compile_order, pool
 from attnfuzz.strategies.trials import trial_cases
+from attnfuzz.strategies.variants import MODIFIED, Variant, all_variants, modified, other_dims
 
 __all__ = ["KernelPlan", "cases_of", "every_variant", "plan_of", "variants_of"]
 

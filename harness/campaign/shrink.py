@@ -25,8 +25,8 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Capabilities
 from attnfuzz.strategies.case import CALLS, Case
 from attnfuzz.strategies.nearly_minimal import nearly_minimal
-from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.shrink_steps import change, larger, simpler
+from attnfuzz.strategies.variants import Variant
 
 __all__ = ["Shrinker"]
 

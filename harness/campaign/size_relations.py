@@ -16,7 +16,7 @@ from attnfuzz.strategies.case import DEFAULT_TILE, Case
 if TYPE_CHECKING:
     # To import Hypothesis takes longer than commands that draw nothing.
     from attnfuzz.strategies.cases import Limits
-    from attnfuzz.strategies.shapes import Variant
+    from attnfuzz.strategies.variants import Variant
 
 __all__ = ["AROUND", "at_tile", "possible_relations", "size_relations", "tiles_of"]
 

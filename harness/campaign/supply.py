@@ -17,7 +17,7 @@ from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.harness.trial.supports import problems_of, why_not_case
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.shapes import Variant
+from attnfuzz.strategies.variants import Variant
 
 __all__ = ["Supply"]
 

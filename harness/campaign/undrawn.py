@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from attnfuzz.harness.campaign.coverage import OTHERS, Tally
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel
 from attnfuzz.strategies.models import left_out
-from attnfuzz.strategies.shapes import Variant
+from attnfuzz.strategies.variants import Variant
 
 __all__ = ["MODELS_LEFT_OUT", "in_none_of", "models_left_out", "never_drawn", "never_drawn_line", "never_drawn_text"]
 

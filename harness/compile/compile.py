@@ -28,7 +28,8 @@ from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.lowering import ARCHITECTURES, Lowers, capability, shared_limit
 from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem, reject
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.shapes import MODIFIED, all_variants, covering, modified, pool
+from attnfuzz.strategies.pools import covering, pool
+from attnfuzz.strategies.variants import MODIFIED, all_variants, modified
 
 __all__ = ["DEADLINE", "Job", "Left", "Row", "architectures_of", "case_file", "compiled", "default_width", "jobs_of", "planned"]
 

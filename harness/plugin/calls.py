@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attnfuzz.harness.campaign.settings import Settings
     from attnfuzz.kernels.contract import Device, Kernel
     from attnfuzz.strategies.case import Case
-    from attnfuzz.strategies.shapes import Variant
+    from attnfuzz.strategies.variants import Variant
 
 __all__ = ["run_calls"]
 
@@ -197,7 +197,7 @@ class _Search:
 
 def _few(kernel: Kernel, device: Device) -> tuple[Variant, ...]:
     """Return some variants, spread over all of them."""
-    from attnfuzz.strategies.shapes import all_variants
+    from attnfuzz.strategies.variants import all_variants
 
     variants = all_variants(kernel, device)
     step = max(1, len(variants) // _MOST_VARIANTS)

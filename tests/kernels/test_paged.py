@@ -28,9 +28,9 @@ from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
 from attnfuzz.kernels.triton.machine_code.capture import plain_inputs
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.draw import draw_values
-from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.shrink_steps import simpler
 from attnfuzz.strategies.trials import trial_cases
+from attnfuzz.strategies.variants import all_variants
 
 FORWARD = Needs(outputs=("o", "lse"))
 PLAIN: dict[str, Any] = {

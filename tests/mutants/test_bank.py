@@ -23,7 +23,7 @@ from attnfuzz.kernels.faults.planted import planted_copy
 from attnfuzz.kernels.tilelang import build
 from attnfuzz.kernels.triton import blockmask
 from attnfuzz.strategies.case import Case, Recipe, case_from_json
-from attnfuzz.strategies.shapes import all_variants
+from attnfuzz.strategies.variants import all_variants
 
 
 @functools.cache

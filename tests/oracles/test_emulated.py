@@ -23,7 +23,7 @@ from attnfuzz.kernels.contract import Config, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Dtype, Needs, Problem
 from attnfuzz.oracles.formats import CUT_OF_TF32X3, EPS, OF_TF32X3
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe
-from attnfuzz.strategies.shapes import all_variants
+from attnfuzz.strategies.variants import all_variants
 
 PLAIN = Problem(seqlens_q=(80,), seqlens_k=(100,), dim_qk=32, dim_v=32, heads=4, kv_heads=2, causal="bottom_right")
 """All that the faults wait for: fp16, a causal mask, two query heads per group, four tiles of keys, the last one partial."""

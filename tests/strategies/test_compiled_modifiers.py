@@ -18,10 +18,11 @@ from attnfuzz.kernels.expressions.tree import parse, to_data
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits, cases, cases_by_compile_key
+from attnfuzz.strategies.compiled_modifiers import pooled
 from attnfuzz.strategies.draw import draw_values
-from attnfuzz.strategies.modifiers import pooled
-from attnfuzz.strategies.shapes import MODIFIED, Variant, all_variants, modified, pool
+from attnfuzz.strategies.pools import pool
 from attnfuzz.strategies.shrink_steps import simpler
+from attnfuzz.strategies.variants import MODIFIED, Variant, all_variants, modified
 
 
 def test_where_each_is_a_compile_variants_have_modifiers_of_their_own() -> None:

@@ -28,9 +28,9 @@ from attnfuzz.strategies.kernel_limits import Room, within_limits
 from attnfuzz.strategies.models import left_out, model_variants
 from attnfuzz.strategies.neighbours import neighbours
 from attnfuzz.strategies.relations import relations_of
-from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.shrink_steps import simpler
 from attnfuzz.strategies.trials import trial_cases
+from attnfuzz.strategies.variants import all_variants
 
 POOL = ((1, 2, 1, 16, 32), (1, 2, 2, 16, 32), (2, 2, 1, 16, 32), (1, 4, 2, 64, 64), (2, 4, 2, 64, 128))
 DENSE: dict[str, Any] = {"packings": ("dense",), "slack": False}

@@ -27,7 +27,7 @@ from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem
 from attnfuzz.kernels.triton.varlen import KERNEL, TritonVarlen
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import Limits, cases
-from attnfuzz.strategies.shapes import all_variants
+from attnfuzz.strategies.variants import all_variants
 
 DEVICE: Device = "cuda" if environment.has_cuda() else "cpu"
 launchable = pytest.mark.skipif(KERNEL.unavailable(DEVICE) is not None, reason=f"no Triton on {DEVICE}")

@@ -12,8 +12,8 @@ from support.subjects import CONFIGS, Subject
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem
 from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe, case_from_object
-from attnfuzz.strategies.shapes import Variant, all_variants
 from attnfuzz.strategies.shrink_steps import simpler
+from attnfuzz.strategies.variants import Variant, all_variants
 
 
 def minimal(start: Case, predicate: Callable[[Case], object], can: dict[str, Any] | None = None) -> Case:

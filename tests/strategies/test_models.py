@@ -15,8 +15,8 @@ from attnfuzz.strategies.case import SINK_VALUES, Case
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.models import MODELS, Model, left_out, model_cases, model_variants
-from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.trials import trial_cases
+from attnfuzz.strategies.variants import Variant
 
 LIMITS = Limits(batch=3, heads=8, length=300, tiles=16)
 ANY = {"dim_multiple": 8, "window": True, "softcap": True, "sinks": True, "dtypes": ("float32", "float16", "bfloat16")}

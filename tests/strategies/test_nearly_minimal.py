@@ -9,7 +9,7 @@ from attnfuzz.kernels.contract import Capabilities, Config
 from attnfuzz.kernels.problem import Layout, Problem
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.nearly_minimal import nearly_minimal
-from attnfuzz.strategies.shapes import Variant
+from attnfuzz.strategies.variants import Variant
 
 ANY = Capabilities(unequal=True)
 FIRST, OWN = Config(tile_m=32, tile_n=32), Config(tile_m=64, tile_n=16)

@@ -17,9 +17,9 @@ from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.draw import drawn
+from attnfuzz.strategies.heads import heads
 from attnfuzz.strategies.lengths import Room, corners, edges, fitted
-from attnfuzz.strategies.recipes import recipes
-from attnfuzz.strategies.shapes import heads, scales
+from attnfuzz.strategies.recipes import recipes, scales
 
 # --- lengths
 

@@ -10,9 +10,9 @@ from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.strategies.case import BadCase, Case, case_from_json, with_check
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.schedules import SCHEDULES
-from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.shrink_steps import simpler
 from attnfuzz.strategies.trials import trial_cases
+from attnfuzz.strategies.variants import all_variants
 
 PROBLEM = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=16, dim_v=16)
 

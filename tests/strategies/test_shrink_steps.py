@@ -8,9 +8,9 @@ from attnfuzz.kernels.contract import Capabilities, Config
 from attnfuzz.kernels.expressions.tree import parse, to_data
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case, Recipe
-from attnfuzz.strategies.shapes import Variant
 from attnfuzz.strategies.shrink_steps import simpler
 from attnfuzz.strategies.shrink_trees import simpler_trees
+from attnfuzz.strategies.variants import Variant
 
 LARGE, SMALL, ODD = (
     Config(block=128, tile_m=64, warps=8),

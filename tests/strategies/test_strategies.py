@@ -22,7 +22,7 @@ from attnfuzz.strategies import choices
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe, case_from_json
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.draw import draw_values
-from attnfuzz.strategies.shapes import Variant, all_variants
+from attnfuzz.strategies.variants import Variant, all_variants
 
 
 def test_every_case_is_supported_and_within_limits(many: list[Case]) -> None:

@@ -19,8 +19,8 @@ from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.draw import _draw_by_engine, draw_values
-from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.trials import trial_cases
+from attnfuzz.strategies.variants import all_variants
 
 MANY = tuple(Config(tile_m=m, tile_n=n, stages=s) for m, n, s in itertools.product((16, 32, 64), (16, 32, 64), range(1, 12)))
 EVERYTHING: dict[str, Any] = {

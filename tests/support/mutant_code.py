@@ -20,7 +20,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import BuildError, Kernel
 from attnfuzz.kernels.faults.planted import planted_copy
 from attnfuzz.kernels.triton import runtime
-from attnfuzz.strategies.shapes import all_variants
+from attnfuzz.strategies.variants import all_variants
 
 ARCH = "sm_90a"
 

@@ -30,7 +30,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Device, Kernel
 from attnfuzz.kernels.support.memory import MemoryKind
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.shapes import Variant, all_variants
+from attnfuzz.strategies.variants import Variant, all_variants
 
 
 def try_variants(

@@ -22,7 +22,7 @@ from attnfuzz.kernels.capabilities import why_not_shape
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields, why_unsupported
 from attnfuzz.kernels.problem import BadArgument, Dtype, Needs, Packing, Problem
 from attnfuzz.kernels.support.capability_values import impossible
-from attnfuzz.strategies.shapes import Variant, all_variants
+from attnfuzz.strategies.variants import Variant, all_variants
 
 __all__ = ["declarations", "members"]
 

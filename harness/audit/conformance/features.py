@@ -17,7 +17,7 @@ from attnfuzz.kernels.contract import Capabilities, Deviations, Device, Kernel, 
 from attnfuzz.kernels.expressions.tree import KV, Q, S, to_data, to_float
 from attnfuzz.kernels.problem import BadArgument, Dtype, Layout, Problem
 from attnfuzz.strategies.case import SINK_VALUES, Case, Recipe, SinkValues
-from attnfuzz.strategies.shapes import Variant, all_variants
+from attnfuzz.strategies.variants import Variant, all_variants
 
 __all__ = ["Feature", "declared_row", "features", "plain_case", "undeclared_row"]
 

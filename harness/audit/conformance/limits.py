@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from attnfuzz.kernels.contract import Capabilities, shape_fields
-from attnfuzz.strategies.shapes import Variant
+from attnfuzz.strategies.variants import Variant
 
 __all__ = ["limits"]
 

@@ -17,7 +17,7 @@ from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.problem import LAYOUTS, BadArgument
 from attnfuzz.strategies.case import CALLS, Case, with_problem
-from attnfuzz.strategies.shapes import Variant
+from attnfuzz.strategies.variants import Variant
 
 __all__ = ["Feature", "Pair", "PairCoverage", "Pairs", "paired_features"]
 

@@ -9,7 +9,8 @@ from attnfuzz.kernels.problem import BadArgument, Causal, Needs, Problem
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.draw import draw_values
-from attnfuzz.strategies.shapes import all_variants, pool
+from attnfuzz.strategies.pools import pool
+from attnfuzz.strategies.variants import all_variants
 
 __all__ = ["accuracy_cases", "speed_cases"]
 

@@ -26,7 +26,7 @@ from attnfuzz.kernels.adapters import dense
 from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Inputs, why_unsupported
 from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.case import Case
-from attnfuzz.strategies.shapes import all_variants
+from attnfuzz.strategies.variants import all_variants
 
 SMALL: dict[str, Any] = {"dims": ((8, 8),), "dtypes": ("float32",), "devices": ("cpu",), "configs": ({"tile_m": 4, "tile_n": 4},)}
 GOOD = dense(

@@ -44,7 +44,7 @@ from attnfuzz.kernels.problem import Layout, Needs, Problem
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.neighbours import PARTS, differences, neighbours
-from attnfuzz.strategies.shapes import all_variants
+from attnfuzz.strategies.variants import all_variants
 
 CONFIGS = (
     Config(tile_m=32, tile_n=32, num_warps=4),

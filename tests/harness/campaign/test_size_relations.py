@@ -11,8 +11,8 @@ from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.draw import draw_values
-from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.trials import trial_cases
+from attnfuzz.strategies.variants import all_variants
 
 
 def case(seqlens_q: tuple[int, ...], seqlens_k: tuple[int, ...], config: Config | None = None, **more: int) -> Case:

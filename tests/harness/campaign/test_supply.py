@@ -37,7 +37,7 @@ from attnfuzz.kernels.faults.host import FaultyReference
 from attnfuzz.kernels.problem import Layout, Problem
 from attnfuzz.strategies.case import Case, Check, Recipe
 from attnfuzz.strategies.cases import cases
-from attnfuzz.strategies.shapes import Variant, all_variants
+from attnfuzz.strategies.variants import Variant, all_variants
 
 
 def case(number: int, length: int = 3) -> Case:

@@ -16,7 +16,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.lowering import Lowers, MachineCode, capability, shared_limit
 from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.strategies.shapes import all_variants
+from attnfuzz.strategies.variants import all_variants
 
 LOG = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'first' for 'sm_90a'

@@ -27,7 +27,7 @@ from attnfuzz.strategies.case import CALLS, Case
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.draw import no_local_constants
 from attnfuzz.strategies.neighbours import differences
-from attnfuzz.strategies.shapes import all_variants
+from attnfuzz.strategies.variants import all_variants
 
 NEED_NO_CALLS = {"always", "sometimes"}
 FAST = {"mask", "counter", "always"}

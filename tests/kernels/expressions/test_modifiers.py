@@ -44,7 +44,7 @@ from attnfuzz.kernels.problem import BadArgument, Needs, Problem
 from attnfuzz.kernels.torch.flex_modified import modifiers_of
 from attnfuzz.oracles.attention import reference, sequences
 from attnfuzz.strategies.case import Case, Recipe
-from attnfuzz.strategies.modifiers import pooled
+from attnfuzz.strategies.compiled_modifiers import pooled
 from attnfuzz.strategies.shrink_steps import simpler
 
 LEAVES = {

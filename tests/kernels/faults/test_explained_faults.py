@@ -22,7 +22,7 @@ from attnfuzz.kernels.faults.host import FAULTS as HOST_FAULTS
 from attnfuzz.kernels.faults.host import FaultyReference
 from attnfuzz.kernels.faults.planted import demo_kernel
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.strategies.shapes import all_variants
+from attnfuzz.strategies.variants import all_variants
 
 pytestmark = pytest.mark.interpreted
 

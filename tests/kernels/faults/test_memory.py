@@ -26,8 +26,8 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case, Check
 from attnfuzz.strategies.cases import cases
-from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.trials import call_checks
+from attnfuzz.strategies.variants import all_variants
 
 CASES = 150
 FAULTS = [each for each in mutants().values() if each.memory]

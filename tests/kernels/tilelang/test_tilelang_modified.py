@@ -61,8 +61,8 @@ from attnfuzz.kernels.tilelang.printer import printed  # noqa: E402
 from attnfuzz.kernels.tilelang.tiles import CONFIGS  # noqa: E402
 from attnfuzz.oracles.tree_errors import evaluated  # noqa: E402
 from attnfuzz.strategies.case import Case, Recipe  # noqa: E402
-from attnfuzz.strategies.modifiers import pooled  # noqa: E402
-from attnfuzz.strategies.shapes import MODIFIED, all_variants, modified  # noqa: E402
+from attnfuzz.strategies.compiled_modifiers import pooled  # noqa: E402
+from attnfuzz.strategies.variants import MODIFIED, all_variants, modified  # noqa: E402
 
 SMALL = CONFIGS[-1]
 PLAIN = replace(PROBLEM, score_mod=None, mask_mod=None, softmax_scale=None)

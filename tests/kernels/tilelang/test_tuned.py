@@ -16,7 +16,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.tilelang.tiles import CONFIGS, fits
 from attnfuzz.kernels.tilelang.tuned import ARCH, config_of, read, rows, tuned
-from attnfuzz.strategies.shapes import Variant, all_variants
+from attnfuzz.strategies.variants import Variant, all_variants
 
 KERNELS = {
     name: registry.get(name)

@@ -26,7 +26,7 @@ from attnfuzz.kernels.problem import BadArgument, Problem
 from attnfuzz.kernels.torch import ops, varlen_attn
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.cases import cases
-from attnfuzz.strategies.shapes import all_variants
+from attnfuzz.strategies.variants import all_variants
 
 if TYPE_CHECKING:
     import torch

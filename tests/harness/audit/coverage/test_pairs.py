@@ -13,8 +13,8 @@ from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Layout, Problem
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.draw import drawn
-from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.trials import trial_cases
+from attnfuzz.strategies.variants import all_variants
 
 DIMS = frozenset({"64 x 64"})
 

@@ -40,9 +40,9 @@ from attnfuzz.strategies.call_sequences import call_machine
 from attnfuzz.strategies.case import STREAMS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.draw import drawn
-from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.stream_checks import stream_checks
 from attnfuzz.strategies.trials import trial_cases
+from attnfuzz.strategies.variants import all_variants
 
 GRAPHS = replace(WIDE, cuda_graphs=("forward", "backward"))
 DEVICE_SIDE = replace(GRAPHS, devices=("cpu", "cuda"), compiles_on=())

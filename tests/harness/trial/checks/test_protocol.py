@@ -25,8 +25,8 @@ from attnfuzz.kernels.support.protocol import PROTOCOL_KINDS
 from attnfuzz.kernels.tilelang.roles.trying import schedules
 from attnfuzz.kernels.tilelang.sm100 import WASP, Sm100
 from attnfuzz.strategies.case import Case, case_from_json
-from attnfuzz.strategies.shapes import all_variants
 from attnfuzz.strategies.shrink_steps import simpler
+from attnfuzz.strategies.variants import all_variants
 
 FAULT = next(each for each in FAULTS if each.slug == "bytes")
 PROBLEM = Problem(seqlens_q=(5,), seqlens_k=(70,), heads=1, kv_heads=1, dim_qk=32, dim_v=32, dtype="float16", packing="dense")

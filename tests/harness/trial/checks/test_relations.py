@@ -40,10 +40,11 @@ from attnfuzz.oracles.relations.worst import limit, worst
 from attnfuzz.strategies.case import RELATIONS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.draw import draw_values
+from attnfuzz.strategies.pools import pool
 from attnfuzz.strategies.relation_problems import related_problems, why_not_relation
 from attnfuzz.strategies.relations import relation_cases
-from attnfuzz.strategies.shapes import Variant, all_variants, pool
 from attnfuzz.strategies.shrink_steps import simpler
+from attnfuzz.strategies.variants import Variant, all_variants
 
 LONG = 2 * FAR
 

@@ -1,61 +1,48 @@
-"""Heads, groups, dims, dtypes, masks and Configs: the parts of a Case other than lengths and values."""
+"""Variants: dtype, mask, dims, Config and modifiers of a Case, on which compiled code usually depends."""
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import islice
 
 from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields
 from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Needs, Problem
-from attnfuzz.strategies.case import DEFAULT_TILE, Pattern
-from attnfuzz.strategies.modifiers import Chosen, hides_first_keys, hiding_tile, kinds_of, pooled
+from attnfuzz.strategies.case import DEFAULT_TILE
+from attnfuzz.strategies.compiled_modifiers import hides_first_keys, hiding_tile, pooled
+from attnfuzz.strategies.modifiers import Chosen
 
 __all__ = [
     "MODIFIED",
+    "WIDE",
     "Variant",
     "all_variants",
-    "compile_order",
-    "covering",
-    "heads",
     "modified",
     "one_variant",
     "other_dims",
-    "pool",
-    "scales",
+    "scores_of_tile",
+    "uneven",
+    "wide",
 ]
 
 _DTYPE_ORDER: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
 _CAUSAL_ORDER: tuple[Causal | None, ...] = (None, "bottom_right", "top_left")
 MODIFIED = 40
 """Least number of modified variants that a kernel with score_mods is compiled for."""
-_GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)
+WIDE = 128
+"""Most columns that kernels often take at once."""
 _PARTS = ("dtype", "causal", "dims", "config", "modifiers")
-_KEY = _PARTS[:-1]
-"""Parts that a compile key may have forgotten."""
 _CONFIG_FIRST = ("config", *(part for part in _PARTS if part != "config"))
 _BOOLEANS = st.booleans()
 _POWERS = (16, 32, 64, 128, 256)
 _ATTEMPTS = 40
 """Draws for each variant of other dims: few are of two rare kinds at once."""
-_WITH_NEIGHBOURS = 8
-_SMALL = 64 * 64
-"""Scores of a small tile."""
-_SECOND, _THIRD, _FOURTH = 1, 2, 3
-"""Places, from 0, at which a mask, rare dims, and a score_mod of the sequence are compiled at the latest."""
 _VECTOR = 8
 """Elements of half precision in 16 bytes, which code loads and stores at once."""
-_STEP, _WIDE = 32, 128
-"""Columns that kernels often take at once, and the most of them."""
-_POSITIVE = (None, None, None, 1.0, 0.25, 0.1, 0.0078125)
-_SCALES: st.SearchStrategy[float | None] = st.sampled_from(_POSITIVE)
-_TINY_SCALES: st.SearchStrategy[float | None] = st.sampled_from((2.0**-16, 1e-5, 2.0**-18))
-_DEFAULT_SCALE: st.SearchStrategy[float | None] = st.none()
-_ANY_SCALES: st.SearchStrategy[float | None] = st.sampled_from((*_POSITIVE, -0.125, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +107,7 @@ def other_dims(kernel: Kernel, device: Device, seed: int, count: int) -> tuple[V
     can = kernel.capabilities
     if not can.dim_multiple or can.dim_max < can.dim_multiple:
         return ()
-    lacking = {of for of, possible in ((_uneven, can.dim_multiple % _VECTOR), (_wide, can.dim_max > _WIDE)) if possible}
+    lacking = {of for of, possible in ((uneven, can.dim_multiple % _VECTOR), (wide, can.dim_max > WIDE)) if possible}
     others: list[Variant] = []
     spare: list[Variant] = []
     for variant in _of_other_dims(kernel, device, seed, count):
@@ -165,12 +152,14 @@ def _of_other_dims(kernel: Kernel, device: Device, seed: int, count: int) -> Ite
                 break
 
 
-def _uneven(variant: Variant) -> bool:
+def uneven(variant: Variant) -> bool:
+    """Whether 16 bytes divide the rows of neither K nor V in half precision."""
     return all(dim % _VECTOR for dim in variant.dims)
 
 
-def _wide(variant: Variant) -> bool:
-    return variant.dims[1] > _WIDE
+def wide(variant: Variant) -> bool:
+    """Whether kernels often take the rows of V by parts."""
+    return variant.dims[1] > WIDE
 
 
 def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: int, most: int = MODIFIED) -> tuple[Variant, ...]:
@@ -200,7 +189,7 @@ def modified(variants: Sequence[Variant], kernel: Kernel, device: Device, seed: 
             continue
         used.add(chosen)
         if hides_first_keys(chosen):
-            around = tuple(sorted(around, key=_scores_of_tile))
+            around = tuple(sorted(around, key=scores_of_tile))
         offered = (replace(each, modifiers=hiding_tile(chosen, each.config.tile("tile_n", DEFAULT_TILE))) for each in around)
         taken = (each for each in offered if kernel.supports(each.problem(can), each.config, device) is None)
         compiled += islice((each for each in taken if each not in compiled), 1)
@@ -212,132 +201,9 @@ def _block(variant: Variant) -> int:
     return variant.config.tile("block", 0)
 
 
-def _scores_of_tile(variant: Variant) -> int:
+def scores_of_tile(variant: Variant) -> int:
+    """Return the scores of a tile."""
     return variant.config.tile("tile_m", DEFAULT_TILE) * variant.config.tile("tile_n", DEFAULT_TILE)
-
-
-def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, ...]:
-    """Return `count` variants chosen by `seed`, simplest first: the simplest one, then those with most values not yet covered.
-
-    Where there are 8 or more, one of four (four at most) differs from the simplest in one part alone, the mask where it can, then
-    parts selected by `seed`, so that a compile key that forgets that part gives one of them the other's code.
-    """
-    # A declaration may repeat a value.
-    variants = tuple(dict.fromkeys(variants))
-    if count >= len(variants):
-        return variants
-    near = _neighbours(variants, seed)[: count // 4 if count >= _WITH_NEIGHBOURS else 0]
-    values = _values_of_few if count < _WITH_NEIGHBOURS else _values_and_widths
-    chosen = {each for each, _ in islice(_spread(variants, seed, values, near), count)}
-    return tuple(each for each in variants if each in chosen)
-
-
-def compile_order(variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """Return the variants, the first in its place, in an order in which each covers most values that those before it do not.
-
-    For compiles: trials begin with what is compiled first, and what all of it has in common, such as equal dims, stays untried.
-    Variants with uneven dims, a wide V or a score_mod of the sequence are few, and bugs of these show with nothing else: they are
-    among the first, as is a mask.
-    """
-    order = [each for each, _ in _spread(variants, 0, _values_and_modifiers)] if variants else []
-    for rare, place in ((_of_sequence, _FOURTH), (_masked, _SECOND), (_uneven, _THIRD), (_wide, _THIRD)):
-        late = next(filter(rare, order), None)
-        if late is not None and order.index(late) > place:
-            order.remove(late)
-            order.insert(place, late)
-    return tuple(order)
-
-
-def _masked(variant: Variant) -> bool:
-    return variant.causal is not None
-
-
-def _of_sequence(variant: Variant) -> bool:
-    return ("score_mod", "b") in kinds_of(variant.modifiers or ())
-
-
-def covering(variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """Return nearly the fewest variants that cover every dtype with each of its masks, dims and Configs: chosen as by `pool`."""
-    chosen = {each for each, _ in takewhile(lambda pair: pair[1] > 0, _spread(variants, 0, _pairs))}
-    return tuple(each for each in variants if each in chosen)
-
-
-def _neighbours(variants: Sequence[Variant], seed: int) -> list[Variant]:
-    """Return variants that differ from the first in one part alone, one for each part of `_KEY` where there is any.
-
-    The mask comes first: without such a variant hardly a call with another mask can come before a Case. `seed` orders the others.
-    Where no Config of the first takes another mask, there is none.
-    """
-    first, numbers = variants[0], random.Random(f"neighbours:{seed}")
-    neighbours: list[Variant] = []
-    others = [part for part in _KEY if part != "causal"]
-    for part in ("causal", *numbers.sample(others, len(others))):
-        same = [name for name in _KEY if name != part]
-        near = [each for each in variants[1:] if all(getattr(each, name) == getattr(first, name) for name in same)]
-        neighbours += numbers.sample(near, min(1, len(near)))
-    return neighbours
-
-
-def _spread(
-    variants: Sequence[Variant], seed: int, values: Callable[[Variant], Iterable[object]], then: Sequence[Variant] = ()
-) -> Iterator[tuple[Variant, int]]:
-    """Yield all variants with the number of values that each is the first to cover: the first, `then`, then most first."""
-    left = dict.fromkeys([variants[0], *random.Random(f"pool:{seed}").sample(list(variants), len(variants))])
-    # By identity: to hash a variant, and to make its values, takes longer than to compare them.
-    values_of = {id(each): frozenset(values(each)) for each in left}
-    best, covered, waiting = variants[0], set[object](), list(then)
-    while True:
-        new = frozenset(values(best)) - covered
-        yield best, len(new)
-        del left[best]
-        if not left:
-            return
-        covered |= new
-        best = waiting.pop(0) if waiting else max(left, key=lambda each: len(values_of[id(each)] - covered))
-
-
-def _values(variant: Variant) -> Iterable[tuple[str, object]]:
-    yield "dtype", variant.dtype
-    yield "causal", variant.causal
-    yield "dims", variant.dims
-    yield "config", variant.config
-    yield "dtype and causal", (variant.dtype, variant.causal)
-    # Which dim, and which side of the tile, is the longer one; dims that steps of columns do not divide.
-    dim_qk, dim_v = variant.dims
-    yield "longer dim", _sign(dim_qk - dim_v)
-    yield "dims in steps", (dim_qk % _STEP == 0, dim_v % _STEP == 0)
-    yield "longer side", _sign(variant.config.tile("tile_m", 0) - variant.config.tile("tile_n", 0))
-
-
-def _values_of_few(variant: Variant) -> Iterable[tuple[str, object]]:
-    yield from _values(variant)
-    # Most Cases of a CPU have small tiles, and room for several of them only there.
-    if _scores_of_tile(variant) <= _SMALL:
-        yield "mask of small tiles", variant.causal
-
-
-def _values_and_widths(variant: Variant) -> Iterable[tuple[str, object]]:
-    yield from _values(variant)
-    # Kernels often take wide rows by parts. Few variants are better spent otherwise.
-    yield "wide dims", tuple(dim > _WIDE for dim in variant.dims)
-    # Parts of keys that are merged afterwards: under a mask many have nothing to do.
-    yield "parts and mask", (variant.config.tile("split", 1) > 1, variant.causal is None)
-
-
-def _values_and_modifiers(variant: Variant) -> Iterable[tuple[str, object]]:
-    yield from _values_and_widths(variant)
-    if variant.modifiers is not None:
-        yield from (("modifiers", kind) for kind in kinds_of(variant.modifiers))
-
-
-def _sign(number: int) -> int:
-    return (number > 0) - (number < 0)
-
-
-def _pairs(variant: Variant) -> Iterable[tuple[str, object]]:
-    yield from _values(variant)
-    yield "dtype and dims", (variant.dtype, variant.dims)
-    yield "dtype and config", (variant.dtype, variant.config)
 
 
 class _Tree:
@@ -395,46 +261,3 @@ def one_variant(variants: Sequence[Variant]) -> st.SearchStrategy[Variant]:
 @st.composite
 def _one_variant(draw: st.DrawFn, tree: _Tree, by_config: _Tree) -> Variant:
     return (by_config if draw(_BOOLEANS) else tree).draw(draw)
-
-
-def heads(can: Capabilities, most: int, most_grouped: int = 0) -> st.SearchStrategy[tuple[int, int]]:
-    """Return a strategy of (heads, kv_heads) with up to `most` query heads: MHA, MQA and GQA equally often, fewest first.
-
-    MQA and GQA have up to `most_grouped` where that is more: the fewest heads of several groups of three are six. Groups that are
-    no power of two are drawn twice as often there, since code for packed heads depends on that.
-    """
-    most, most_grouped = (each if can.heads_max is None else min(each, can.heads_max) for each in (most, most_grouped))
-    return _heads(can.groups or _GROUPS, most, most_grouped)
-
-
-@functools.cache
-def _heads(of_kernel: tuple[int, ...], most: int, most_grouped: int) -> st.SearchStrategy[tuple[int, int]]:
-    groups = [g for g in of_kernel if g <= most] or [min(of_kernel)]
-    most = max(most, groups[0])
-    pairs = sorted((g * kv, kv) for g in groups for kv in range(1, most // g + 1))
-    grouped = sorted((g * kv, kv) for g in of_kernel if g > 1 for kv in range(1, max(most, most_grouped) // g + 1))
-    grouped = [pair for pair in grouped for _ in range(2 if _odd(pair[0] // pair[1]) else 1)]
-    kinds = (
-        [pair for pair in pairs if pair[0] == pair[1]],
-        [pair for pair in grouped if pair[1] == 1],
-        [pair for pair in grouped if pair[1] > 1],
-    )
-    return st.one_of([st.sampled_from(kind) for kind in kinds if kind])
-
-
-def _odd(groups: int) -> bool:
-    """Whether a number of groups is no power of two."""
-    return groups & (groups - 1) != 0
-
-
-def scales(can: Capabilities, pattern: Pattern = "normal") -> st.SearchStrategy[float | None]:
-    """Return a strategy of softmax_scale: often the default, then 1, small and odd ones; negative and 0 where supported.
-    Always the default where the kernel takes no other.
-
-    For large products it is always so small that their scores are plain.
-    """
-    if not can.scale_given:
-        return _DEFAULT_SCALE
-    if pattern == "large_products":
-        return _TINY_SCALES
-    return _ANY_SCALES if can.scale_any else _SCALES
