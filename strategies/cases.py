@@ -35,8 +35,8 @@ _TILES_OF_HEAD = 2
 """Tiles for each head of grouped queries in half of the Cases whose limit is less: of one sequence, not one each of several."""
 _SINK_VALUES = st.sampled_from(("moderate", "moderate", *SINK_VALUES))
 _FEW_QUERIES = st.sampled_from((1, 1, 2, 4))
-_WIDTHS = (1, 2, 100)
-"""Limits of windows, in multiples of the least, whose compile keys are compared."""
+_LIMITS = (0, 1, 2, 16, 100)
+"""Limits of windows, in multiples of the least, whose compile keys are compared: code may be for 0, 1 or multiples of 16."""
 _BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))
 _SINKS, _SINKS_OF_FIRST = st.sampled_from((False, False, False, True)), st.booleans()
 """Few, as Cases with sinks are judged one by one; many of the variant whose code for sinks is compiled early."""
@@ -138,10 +138,10 @@ class _Parts:
         return self._problems[id(variant)]
 
     def modifiers(self, variant: Variant, blocks: Blocks | None) -> st.SearchStrategy[Chosen]:
-        """Return the strategy of a Case's modifiers: those of its variant, if it has its own, but for the widths of a window.
+        """Return the strategy of a Case's modifiers: those of its variant, if it has its own, but for its window.
 
-        Where widths are no part of the compile key, the same code serves all: they are drawn for each Case, in half of those of
-        variants whose mask has the code of a window but none.
+        Where the limits of a window are no part of the compile key, the same code serves all: they are drawn for each Case. Where
+        the code for a causal mask serves them as well, half of the Cases of a variant without a window have one.
         """
         if variant.modifiers is None:
             return modifiers(self.can, blocks)
@@ -160,11 +160,12 @@ class _Parts:
         return self._forms[id(variant)]
 
     def _serves(self, variant: Variant, form: WindowForm) -> bool:
-        problem, step, kernel = self.problem(variant), self.can.window_multiple, self.kernel
-        others = [replace(problem, window=window_of(form, n * step, n * step)) for n in _WIDTHS]
-        keys = {kernel.compile_key(each, variant.config) for each in (problem, *others)}
-        # A kernel may refuse a window beside a mask.
-        return len(keys) == 1 and all(kernel.supports(each, variant.config, self.device) is None for each in others)
+        problem, config, step = self.problem(variant), variant.config, self.can.window_multiple
+        others = [replace(problem, window=window_of(form, n * step, n * step)) for n in _LIMITS]
+        # A kernel may refuse a window beside a mask, and is asked for keys of what it takes only.
+        if any(self.kernel.supports(each, config, self.device) is not None for each in others):
+            return False
+        return len({self.kernel.compile_key(each, config) for each in (problem, *others)}) == 1
 
 
 def _with_window(own: Chosen, limited: st.SearchStrategy[tuple[int | None, int | None]]) -> st.SearchStrategy[Chosen]:

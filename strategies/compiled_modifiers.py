@@ -6,7 +6,8 @@ from collections import Counter
 from typing import Any
 
 from attnfuzz.kernels.contract import Capabilities
-from attnfuzz.kernels.expressions.tree import KV, parse, to_data, whole
+from attnfuzz.kernels.expressions.derivative import by_score
+from attnfuzz.kernels.expressions.tree import KV, captured, const, parse, to_data, whole
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.modifiers import HIDING, HIDING_TILES, Blocks, Chosen, modifiers
 
@@ -39,7 +40,9 @@ def pooled(can: Capabilities, count: int, seed: int, block: int = 0) -> tuple[Ch
 
 
 def kinds_of(chosen: Chosen) -> list[object]:
-    """Return what a choice of modifiers has: fields, what these read, one alone, limited sides of a window, hidden first keys."""
+    """Return what a choice of modifiers has: fields, what these read, one alone, limited sides of a window, hidden first keys,
+    gradients of captured tensors.
+    """
     kinds: list[object] = [name for name, _ in chosen]
     if len(chosen) == 1:
         kinds.append(("alone", chosen[0][0]))
@@ -48,6 +51,10 @@ def kinds_of(chosen: Chosen) -> list[object]:
             kinds += [(side, None if width is None else width > 0) for side, width in zip(("left", "right"), value, strict=True)]
         elif name in ("score_mod", "mask_mod"):
             kinds += [(name, read) for read in _reads(value)]
+        if name == "score_mod" and any(each.gradient for each in captured(parse(value))):
+            kinds.append("gradient")
+            # A slope of 1 hides what a gradient of a captured tensor has to do with it.
+            kinds += ["gradient under a slope"] * (by_score(parse(value)) != const(1.0))
         if name == "score_mod" and _first_keys(value, HIDING_TILES[:1]):
             kinds.append("first keys")
     return kinds

@@ -69,6 +69,7 @@ __all__ = [
 
 Chosen = tuple[tuple[str, Any], ...]
 """Fields of a Problem: ("score_mod", data), ("softcap", 20.0) and so on; empty for none."""
+_FIELDS = ("score_mod", "mask_mod", "softcap", "window")
 _STEPS = (32, 64, 128)
 _EDGES = (1, 2, 3, 7, 8, 16, 31, 32, 33, 64, 65, 128)
 _FACTORS = (0.5, 2.0, -1.0, 0.25, 1.5, -0.5, 0.125)
@@ -225,8 +226,9 @@ def _of_places(takes: _Takes) -> st.SearchStrategy[Expression]:
 
 
 def chosen(values: dict[str, Any]) -> Chosen:
-    """Return the fields that are set: also a window without limits, since a kernel must take it for none."""
-    return tuple((name, value) for name, value in values.items() if value not in (None, ("score",)))
+    """Return the fields that are set, in one order: also a window without limits, since a kernel must take it for none."""
+    # Hypothesis draws the fields of a dictionary in any order.
+    return tuple((name, values[name]) for name in _FIELDS if values.get(name) not in (None, ("score",)))
 
 
 def _captured(gradients: bool) -> st.SearchStrategy[Expression]:

@@ -47,7 +47,8 @@ _PLAINER: tuple[tuple[str, object], ...] = (
     ("pitch", 1),
     ("offset", 1),
 )
-_VARIANT_PARTS = ("dtype", "causal", "dims", "config", "modifiers")
+_KEY_PARTS = ("dtype", "causal", "dims", "config")
+_VARIANT_PARTS = (*_KEY_PARTS, "modifiers")
 _SEEDS = (0, 1, 2, 3)
 _LEAST_TILE = 16
 """Smaller numbers of a Config are no tiles: stages, warps, parts."""
@@ -341,36 +342,54 @@ def _modifiers(p: Problem) -> Chosen:
 
 
 def _variant_of(case: Case, variants: Sequence[Variant]) -> Variant:
-    """Return the variant of a Case; if variants have modifiers, those of one of them, whose window may have other limits.
+    """Return the variant of a Case; if variants have modifiers, with those of the one whose code most likely serves it.
 
-    A Case's window need not be that of its variant, where the same code serves others.
+    A Case's window need not be its variant's, where the same code serves others.
     """
     p = case.problem
     now = Variant(p.dtype, p.causal, (p.dim_qk, p.dim_v), case.config)
     if all(each.modifiers is None for each in variants):
         return now
     own = _modifiers(p)
+
+    def unlike(each: Variant) -> tuple[bool, bool, bool, bool]:
+        modifiers, others = each.modifiers or (), dataclasses.replace(each, modifiers=None) != now
+        # The code for a causal mask may serve a window.
+        serves = _any_window(modifiers) == _any_window(own) or each.causal is not None
+        return others or modifiers != own, not serves, others, modifiers != own
+
     alike = [each for each in variants if _but_window(each.modifiers or ()) == _but_window(own)]
-    alike.sort(key=lambda each: (each.modifiers != own, dataclasses.replace(each, modifiers=None) != now))
-    return dataclasses.replace(now, modifiers=alike[0].modifiers if alike else own)
+    nearest = min(alike, key=unlike, default=None)
+    return dataclasses.replace(now, modifiers=own if nearest is None else nearest.modifiers)
 
 
 def _but_window(of: Chosen) -> Chosen:
     return tuple(pair for pair in of if pair[0] != "window")
 
 
+def _any_window(of: Chosen) -> Chosen:
+    """Return modifiers whose window, if it has a limit, is any: which limits it has may be no matter to the code."""
+    return tuple(("window", "limited") if name == "window" and value != (None, None) else (name, value) for name, value in of)
+
+
+def _same_code(one: Chosen | None, other: Chosen | None, *, any_window: bool) -> bool:
+    return one == other or (any_window and _any_window(one or ()) == _any_window(other or ()))
+
+
 def _simpler_variants(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
     """Yield `case` with each part alone replaced by simpler values that some variant has, simplest first."""
     now = _variant_of(case, variants)
     fixed = now.modifiers is not None
+    any_window = fixed and now.modifiers != _modifiers(case.problem)
     order = {name: list(dict.fromkeys(getattr(each, name) for each in variants)) for name in _VARIANT_PARTS}
     for name in _VARIANT_PARTS:
         there = order[name]
         simplest = there[: there.index(getattr(now, name))] if getattr(now, name) in there else []
         for value in simplest:
             for each in variants:
-                parts = {other: getattr(each, other) == getattr(now, other) for other in _VARIANT_PARTS if other != name}
-                if getattr(each, name) == value and all(parts.values()):
+                parts = [getattr(each, other) == getattr(now, other) for other in _KEY_PARTS if other != name]
+                same = name == "modifiers" or _same_code(each.modifiers, now.modifiers, any_window=any_window)
+                if getattr(each, name) == value and all(parts) and same:
                     plain = {"score_mod": None, "mask_mod": None, "softcap": 0.0, "window": None}
                     modifiers = {**plain, **dict(each.modifiers or ())} if fixed and name == "modifiers" else {}
                     dims = {"dim_qk": each.dims[0], "dim_v": each.dims[1]}
@@ -384,8 +403,10 @@ def _smaller_tiles(case: Case, variants: Sequence[Variant], multiples: tuple[int
     if _tiles_of_tokens(case) <= _FEW_TILES:
         return
     now = _variant_of(case, variants)
+    any_window = now.modifiers is not None and now.modifiers != _modifiers(p)
     for each in variants:
-        if dataclasses.replace(each, config=now.config) != now:
+        parts = dataclasses.replace(each, config=now.config, modifiers=now.modifiers) == now
+        if not parts or not _same_code(each.modifiers, now.modifiers, any_window=any_window):
             continue
         for small, large in _smaller_numbers(each.config, case.config):
             cut = [

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 from attnfuzz.kernels.expressions.tree import Expression, S, node
 from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.strategies.modifiers import HIDING
 
 __all__ = ["simpler_trees"]
 
-_HIDING = (-65504.0, -1e9, -1e38)
-"""Numbers that hide a key where they are added to its score, least first: only the first leaves sums of scores that are exact
-enough to be judged."""
 _PLAIN = (0.0, 1.0)
 
 
@@ -53,6 +51,6 @@ def _plainer(value: object) -> tuple[float | int, ...]:
         towards = 1 if value > 0 else -1
         tries = dict.fromkeys((0, towards, towards * (abs(value) // 2), value - towards))
         return tuple(each for each in tries if abs(each) < abs(value))
-    if value in _HIDING:
-        return _HIDING[: _HIDING.index(value)]
+    if value in HIDING:
+        return HIDING[: HIDING.index(value)]
     return () if value in _PLAIN else _PLAIN
