@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,6 +17,7 @@ from support.verdict import processes
 
 from attnfuzz.harness.campaign.events import TrialFinished
 from attnfuzz.harness.isolation.child import ChildError
+from attnfuzz.harness.isolation.outcomes import OutOfTime
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Config
@@ -103,31 +105,43 @@ def test_each_kernel_has_its_share_at_any_time() -> None:
 
 
 class Scripted:
-    """An executor whose Verdicts are given for each kernel, the last one for good."""
+    """An executor whose Verdicts are given for each kernel, the last one for good; "time" for none in time."""
 
-    def __init__(self, fails: dict[str, list[bool]]) -> None:
+    def __init__(self, fails: dict[str, list[Any]]) -> None:
         self.fails, self.processes = fails, 0
+        self.limits: list[float | None] = []
 
     def fresh(self) -> None:
         self.processes += 1
 
     def limit(self, until: float | None) -> None:
-        pass
+        self.limits.append(until)
 
     def trial(self, case: Any) -> Verdict:
         left = self.fails[case.kernel]
-        return verdict(fails=left.pop(0) if len(left) > 1 else left[0])
+        fails = left.pop(0) if len(left) > 1 else left[0]
+        if fails == "time":
+            raise OutOfTime
+        return verdict(fails=fails)
 
 
 MUTANT = mutants()["MSK-05"]
 CRASH = Found("MSK-05", 0, 3, 1.0, kind="crash", case=MUTANT.direct_case(MUTANT.name).canonical())
 WRONG = dataclasses.replace(CRASH, cases=13, kind="mismatch")
 ONCE = "it fails with crash once, and passes that Case 3 times"
+EACH = "it fails with crash once in each of 3 campaigns, and passes that Case 3 times"
+LATE = "it fails with crash once in each of 3 campaigns, and has no Verdict of that Case again in time"
 DEATHS = {
     # Of its campaigns one after the other, its Case run again, and the right kernel's: (Cases to find it, why not, campaigns).
     "it dies again": ([CRASH], [False, True], False, (3, "", 1)),
     "it dies once, and then fails": ([CRASH, WRONG], [False], False, (13, "", 2)),
-    "it dies once in each campaign": ([CRASH] * 3, [False], False, (None, ONCE, 3)),
+    "it dies once in each campaign": (
+        [CRASH] * 3,
+        [False],
+        False,
+        (None, EACH, 3),
+    ),
+    "there is no Verdict in time": ([CRASH] * 3, ["time"], False, (None, LATE, 3)),
     "it dies once, and again in the last campaign": ([CRASH] * 3, [*[False] * 6, True], False, (3, "", 3)),
     "the right kernel fails": ([CRASH], [True], True, (None, "triton.varlen fails in the same Case", 1)),
 }
@@ -139,18 +153,31 @@ def test_a_crash_on_a_gpu_counts_where_it_shows_again_and_the_right_kernel_passe
 ) -> None:
     """A hang of a busy machine ended a campaign after 13 Cases, and the bug counted as not found."""
     left, executor = list(campaigns), Scripted({MUTANT.name: again, "triton.varlen": [right]})
-    monkeypatch.setattr(detection, "_campaign", lambda *_: left.pop(0))
+    monkeypatch.setattr(detection, "_campaign", lambda *_: executor.limits.append(7.0) or left.pop(0))
     task = Attempt("MSK-05", 0, 500, device="cuda")
     found = detection._tried(task, MUTANT, cast("Any", None), cast("Any", executor))
     assert (found.cases, found.otherwise, len(campaigns) - len(left)) == expected
+    # 7: a campaign begins. The limit on the runs before it is lifted then.
+    later = [at for at, limit in enumerate(executor.limits) if limit == 7.0][1:]
+    assert all(executor.limits[at - 1] is None for at in later)
+    assert executor.limits[1] is None or executor.limits[1] > time.monotonic()
 
 
-def test_no_campaign_follows_beyond_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = Scripted({MUTANT.name: [False]})
-    monkeypatch.setattr(detection, "_campaign", lambda *_: CRASH)
-    task = Attempt("MSK-05", 0, 500, device="cuda", budget=0.0)
-    assert detection._tried(task, MUTANT, cast("Any", None), cast("Any", executor)).otherwise == ONCE
-    assert executor.processes == 3
+@pytest.mark.parametrize(("budget", "expected"), [(0.0, [0.0]), (60.0, [60.0, 40.0, 20.0]), (22.0, [22.0])])
+def test_the_time_of_all_campaigns_is_that_of_one(budget: float, expected: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, budgets, now = Scripted({MUTANT.name: [False]}), list[float](), [100.0]
+
+    def campaign(task: Attempt, kernel: Any, isolated: Any, start: float, left: float) -> Found:
+        assert start == 100.0
+        budgets.append(left)
+        now[0] += 20.0
+        return CRASH
+
+    monkeypatch.setattr(detection, "_campaign", campaign)
+    monkeypatch.setattr(detection, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    task = Attempt("MSK-05", 0, 500, device="cuda", budget=budget)
+    assert detection._tried(task, MUTANT, cast("Any", None), cast("Any", executor)).cases is None
+    assert budgets == expected
 
 
 def test_a_crash_on_a_cpu_is_not_the_bugs() -> None:

@@ -33,8 +33,10 @@ _BATCH = 8
 """Cases of a batch on a GPU: a bug that ends its process does so once for each Case of the batch, which takes seconds."""
 _CAMPAIGNS = 3
 """Campaigns on a mutant at most, each after one that ended by a Case that ended its process once, as on a busy machine."""
+_LEAST_SECONDS = 5.0
+"""Seconds that are too few for another campaign."""
 _AGAIN, _AGAIN_SECONDS = 3, 120.0
-"""Runs of a Case that ended its process on a GPU, of which one must do so again; seconds for them and for the right kernel's."""
+"""Runs of a Case that ended its process on a GPU, of which one must do so again; seconds for them, and for the right kernel's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +177,18 @@ def _tried(task: Attempt, mutant: Mutant, kernel: Kernel, isolated: Isolated) ->
         KeyboardInterrupt: Ctrl-C ended the campaign.
         ExecutionError: the device was lost.
     """
-    start, campaigns = time.monotonic(), 1
-    result = _campaign(task, kernel, isolated, start)
-    while once := _died_once(task, result, isolated):
-        if campaigns == _CAMPAIGNS or (task.budget is not None and time.monotonic() - start >= task.budget):
+    start, left, campaigns = time.monotonic(), task.budget, 0
+    while True:
+        result, campaigns = _campaign(task, kernel, isolated, start, left), campaigns + 1
+        why = _why_not_again(task, result, isolated)
+        left = None if task.budget is None else task.budget - (time.monotonic() - start)
+        if not why or campaigns == _CAMPAIGNS or (left is not None and left < _LEAST_SECONDS):
             break
         # That says nothing of the bug: the same Cases again.
         isolated.limit(None)
-        result, campaigns = _campaign(task, kernel, isolated, start), campaigns + 1
-    if once:
-        return replace(result, cases=None, otherwise=f"it fails with {result.kind} once, and passes that Case {_AGAIN} times")
+    if why:
+        times = "once" if campaigns == 1 else f"once in each of {campaigns} campaigns"
+        return replace(result, cases=None, otherwise=f"it fails with {result.kind} {times}, and {why}")
     if result.cases is not None and (why := _why_not_found(task, mutant, result, isolated)):
         return replace(result, cases=None, otherwise=why)
     if task.mutant not in mutants() and result.cases == 1 and result.kind in _RAISED:
@@ -192,8 +196,8 @@ def _tried(task: Attempt, mutant: Mutant, kernel: Kernel, isolated: Isolated) ->
     return result
 
 
-def _campaign(task: Attempt, kernel: Kernel, isolated: Isolated, start: float) -> Found:
-    """Return what one campaign makes of a kernel with the bug; its time and the seconds to its first failure count from `start`.
+def _campaign(task: Attempt, kernel: Kernel, isolated: Isolated, start: float, budget: float | None) -> Found:
+    """Return what one campaign makes of a kernel with the bug; the seconds to its first failure count from `start`.
 
     Raises:
         KeyboardInterrupt: Ctrl-C ended the campaign.
@@ -206,7 +210,7 @@ def _campaign(task: Attempt, kernel: Kernel, isolated: Isolated, start: float) -
         max_failures=1,
         seed=task.seed,
         shrink=task.shrink,
-        budget=None if task.budget is None else task.budget - (time.monotonic() - start),
+        budget=budget,
         jobs=task.compiles,
         deadline=task.deadline,
         all_variants=True,
@@ -222,15 +226,16 @@ def _campaign(task: Attempt, kernel: Kernel, isolated: Isolated, start: float) -
     return _of(task, done.summaries[0], start, listener, time.monotonic())
 
 
-def _died_once(task: Attempt, result: Found, isolated: Isolated) -> bool:
-    """Whether a Case ended its process on a GPU, by a crash or a hang, and passes whenever it is run again."""
+def _why_not_again(task: Attempt, result: Found, isolated: Isolated) -> str | None:
+    """Return why the end of a process on a GPU, by a crash or a hang, says nothing of the bug, or None: it shows again."""
     if task.device != "cuda" or result.cases is None or result.kind not in _DEATHS:
-        return False
+        return None
     isolated.limit(time.monotonic() + _AGAIN_SECONDS)
     try:
-        return not any(_fails_in_a_new_process(case_from_json(result.case), isolated) for _ in range(_AGAIN))
+        again = any(_fails_in_a_new_process(case_from_json(result.case), isolated) for _ in range(_AGAIN))
     except OutOfTime:
-        return False
+        return "has no Verdict of that Case again in time"
+    return None if again else f"passes that Case {_AGAIN} times"
 
 
 def _why_not_found(task: Attempt, mutant: Mutant, result: Found, isolated: Isolated) -> str | None:
