@@ -140,11 +140,11 @@ def with_mps(processes: int, name: str, device: Device, count: int, size: int) -
     Raises:
         BadParameter: it cannot be used here.
     """
-    mps: ModuleType = importlib.import_module("mps")
+    parts: ModuleType = importlib.import_module("mps")
     try:
-        with mps.mps():
+        with parts.mps():
             return summary(side_by_side(processes, name, device, count, size))
-    except mps.NoServer as error:
+    except parts.NoServer as error:
         raise click.BadParameter(str(error), param_hint="--mps") from None
 
 
@@ -294,9 +294,10 @@ def main(
     count = cases or 6 * size
     if count <= _UNTIMED * size:
         raise click.BadParameter(f"{count}: two batches of {size} are not timed; ask for more", param_hint="--cases")
-    result = {"kernel": kernel, "device": where, "size": size, **summary(side_by_side(processes, kernel, where, count, size))}
-    if shares:
-        result["mps"] = with_mps(processes, kernel, where, count, size)
+    # First: where there is no MPS, nothing is measured in vain.
+    with_server = {"mps": with_mps(processes, kernel, where, count, size)} if shares else {}
+    without = summary(side_by_side(processes, kernel, where, count, size))
+    result = {"kernel": kernel, "device": where, "size": size, **without, **with_server}
     if lists:
         result["requests"] = requests(kernel, where, count, size)
     if lists and where == "cuda":
@@ -319,12 +320,13 @@ def show(result: dict[str, Any]) -> None:
     console.print(
         f"{result['kernel']} on {result['device']}, {of}, batches of {result['size']}: {result['rate']:.1f} Cases a second"
     )
-    shared = result.get("mps")
-    if shared is not None:
-        console.print(f"with MPS: {shared['rate']:.1f} Cases a second, {shared['rate'] / result['rate']:.2f} times as many")
-    table = Table("stage", "ms a Case", *(("with MPS",) if shared else ()))
+    with_server = result.get("mps")
+    if with_server is not None:
+        times = with_server["rate"] / result["rate"]
+        console.print(f"with MPS: {with_server['rate']:.1f} Cases a second, {times:.2f} times as many")
+    table = Table("stage", "ms a Case", *(("with MPS",) if with_server else ()))
     for stage, ms in result["ms"].items():
-        table.add_row(stage, f"{ms:.2f}", *((f"{shared['ms'].get(stage, 0.0):.2f}",) if shared else ()))
+        table.add_row(stage, f"{ms:.2f}", *((f"{with_server['ms'].get(stage, 0.0):.2f}",) if with_server else ()))
     console.print(table)
     if "requests" in result:
         for by, most in (("stages", None), ("lines", _LINES)):

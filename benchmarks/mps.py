@@ -6,12 +6,13 @@ which is named in the environment of the processes. The settings of the GPU are 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 
 __all__ = ["CONTROL", "NoServer", "mps"]
 
@@ -24,7 +25,7 @@ class NoServer(RuntimeError):
     """The server cannot be started, with the reason."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def mps() -> Iterator[None]:
     """Start the server, and name it in the environment; end it afterwards, with all that it serves.
 
@@ -38,20 +39,25 @@ def mps() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp") as folder:
         os.environ.update(dict.fromkeys(_FOLDERS, folder))
         try:
-            _control("-d")
-            try:
-                yield
-            finally:
-                _control(text="quit -t 5\n")
+            _control(folder, "-d")
+            yield
         finally:
+            with contextlib.suppress(NoServer):
+                # What it serves has ended, or is not to be waited for.
+                _control(folder, text="quit -t 5\n")
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _control(*arguments: str, text: str | None = None) -> None:
-    try:
-        done = subprocess.run([CONTROL, *arguments], input=text, capture_output=True, text=True, timeout=_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoServer(f"{CONTROL}: {error}") from None
+def _control(folder: str, *arguments: str, text: str = "") -> None:
+    # To a file: a server that goes on has its pipes open, and would be waited for.
+    with Path(folder, "output").open("w+") as output:
+        try:
+            command = [CONTROL, *arguments]
+            done = subprocess.run(command, input=text, stdout=output, stderr=output, text=True, timeout=_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NoServer(f"{CONTROL}: {error}") from None
+        output.seek(0)
+        said = output.read().strip()
     if done.returncode:
-        raise NoServer(f"{CONTROL}: exit code {done.returncode}: {(done.stderr or done.stdout).strip()}")
+        raise NoServer(f"{CONTROL}: exit code {done.returncode}: {said}")

@@ -295,7 +295,7 @@ def test_wrong_use_of_the_batch_benchmark(arguments: list[str], says: str) -> No
     assert "Traceback" not in done.stderr
 
 
-def fake_control(folder: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> Path:
+def fake_control(folder: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0, after: str = "") -> Path:
     """Put a program in the place of MPS's, which notes how it was called, and return its notes."""
     notes, program = folder / "notes", folder / loaded("mps").CONTROL
     program.write_text(f'#!/bin/sh\necho "$@ $(test -t 0 || cat)" >> {notes}\necho "no driver" >&2\nexit {code}\n')
@@ -326,6 +326,36 @@ def test_without_an_mps_server_the_reason_is_named(tmp_path: Path, monkeypatch: 
     fake_control(tmp_path, monkeypatch, code=3)
     with pytest.raises(mps.NoServer, match="exit code 3: no driver"), mps.mps():
         pass
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+
+
+def test_an_mps_server_is_ended_after_an_error_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes, server = fake_control(tmp_path, monkeypatch), loaded("mps").mps()
+    server.__enter__()
+    error = LookupError("a process failed")
+    assert not server.__exit__(LookupError, error, None)
+    assert "quit -t 5" in notes.read_text()
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+
+
+def test_a_server_that_goes_on_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_control(tmp_path, monkeypatch, after="sleep 20 &")
+    start = time.monotonic()
+    with loaded("mps").mps():
+        pass
+    assert time.monotonic() - start < 10
+
+
+def test_the_rate_with_mps_stands_beside_that_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = loaded("batch")
+    both = [{"processes": 2, "cases": 4, "rate": rate, "ms": {"oracle": ms}} for rate, ms in ((50.0, 4.0), (100.0, 3.0))]
+    batch.show({"kernel": "triton.varlen", "device": "cuda", "size": 2, **both[0], "mps": both[1]})
+    said = capsys.readouterr().out
+    assert "with MPS: 100.0 Cases a second, 2.00 times as many" in said
+    assert "4.00" in said
+    assert "3.00" in said
 
 
 def test_dv_of_torchs_attention_on_the_cpu_loses_digits_beyond_32_queries() -> None:

@@ -54,7 +54,7 @@ def main(
                 interrupted = _finish(turns, jobs or len(os.sched_getaffinity(0)), rows)
             finally:
                 # Whatever ends it: an hour of turns may be in there.
-                if target is not None:
+                if target is not None and rows:
                     write_whole(target, msgspec.json.format(msgspec.json.encode(rows)).decode() + "\n")
         else:
             rows = _read(read)
@@ -81,14 +81,15 @@ def chosen(bank: dict[str, Mutant], ids: Sequence[str]) -> list[Mutant]:
             raise reject("ID", each, "no mutant has that id", f"give one of {', '.join(bank)}")
         if bank[each].device != "cpu":
             raise reject("ID", each, "it shows on a GPU only, and this runs on the CPU", "give another")
-        if not _taken(bank[each].kernel):
-            raise reject("ID", each, f"{bank[each].kernel} has no gradients, which the other ways compare", "give another")
-    comparable = (each for each in dict.fromkeys(ids or bank) if bank[each].device == "cpu" and _taken(bank[each].kernel))
-    return [bank[each] for each in comparable]
+        if not _has_other_cases(bank[each].kernel):
+            why = f"{bank[each].kernel} lacks outputs that the other ways compare, or takes pages alone"
+            raise reject("ID", each, why, "give another")
+    cpu = (each for each in dict.fromkeys(ids or bank) if bank[each].device == "cpu")
+    return [bank[each] for each in cpu if _has_other_cases(bank[each].kernel)]
 
 
-def _taken(kernel: str) -> bool:
-    """Whether the other ways have Cases for a kernel: they need gradients, and no pages."""
+def _has_other_cases(kernel: str) -> bool:
+    """Whether the other ways have Cases for a kernel: they compare all outputs, and have no pages."""
     can = registry.get(kernel).capabilities
     return set(can.outputs) == set(OUTPUT_NAMES) and 0 in can.page_sizes
 

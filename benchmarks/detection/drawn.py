@@ -23,7 +23,7 @@ _LONGEST, _MOST_SEQUENCES, _MOST_HEADS = 150, 3, 2
 """About half of what a campaign on the CPU draws at most, whose sizes are such that a Case has few tiles."""
 _MOST_GROUP: Final = 3
 _ENDLESS: Final = 10**9
-_REFUSED: Final = 10_000
+_IN_VAIN: Final = 10_000
 """So many Problems one after the other that a kernel does not take are all that there are."""
 
 
@@ -37,7 +37,7 @@ def boundary_shapes(kernel: Kernel, seed: int, consume: Consume) -> None:
     Source: arXiv 2606.20128 (each symbolic dim of an operation has its candidates, each Case its seed) and 2606.27396 (boundary
     candidates find most without false alarms).
     """
-    numbers, can, refused = random.Random(seed), kernel.capabilities, 0
+    numbers, can, in_vain = random.Random(seed), kernel.capabilities, 0
     for turn in range(_ENDLESS):
         batch = numbers.randint(1, 3)
         pairs = [(numbers.choice(_LENGTHS), numbers.choice(_LENGTHS)) for _ in range(batch)]
@@ -51,8 +51,8 @@ def boundary_shapes(kernel: Kernel, seed: int, consume: Consume) -> None:
             heads=kv_heads * numbers.choice((1, 2, 3)), kv_heads=kv_heads, dim_qk=dim_qk, dim_v=dim_v,
             dtype=numbers.choice(can.dtypes_for("cpu")), causal=numbers.choice(can.causal),
         )  # fmt: skip
-        refused = refused + 1 if case is None else 0
-        if refused == _REFUSED or (case is not None and consume(case)):
+        in_vain = in_vain + 1 if case is None else 0
+        if in_vain == _IN_VAIN or (case is not None and consume(case)):
             return
 
 

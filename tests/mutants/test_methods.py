@@ -274,7 +274,7 @@ def test_a_way_without_cases_ends(method: str) -> None:
 
 
 WRONG = {
-    "a kernel without gradients": (["PGD-01"], "ID='PGD-01': triton.paged has no gradients, which the other ways compare"),
+    "a kernel without gradients": (["PGD-01"], "ID='PGD-01': triton.paged lacks outputs that the other ways compare"),
     "an unknown id": (["MSK-99"], "ID='MSK-99': no mutant has that id; give one of ADD-01, "),
     "an unknown method": (["--method", "luck"], "'luck' is not one of 'attnfuzz', 'flash'"),
     "no time": (["--seconds", "0"], "'--seconds': 0.0 is not in the range x>0"),
