@@ -1,4 +1,4 @@
-"""What a PrimFunc's variables and loops are, seen before it is translated."""
+"""Local variables and parallel loops of a PrimFunc, looked at before it is translated."""
 
 from __future__ import annotations
 
