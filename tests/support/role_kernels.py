@@ -105,6 +105,25 @@ def exchanged(*, signals: bool = True) -> Any:
     return main
 
 
+def cut(dtype: str = "int32") -> Any:
+    """PrimFunc (x, length, y): as many rows of x as a tensor of integers says, and zeros after them."""
+
+    @T.prim_func
+    def main(x: T.Tensor((ROWS, 32), "float32"), length: T.Tensor((1,), dtype), y: T.Tensor((ROWS, 32), "float32")):
+        with T.Kernel(1, threads=128) as _:
+            own = T.alloc_fragment((ROWS, 32), "float32")
+            rows = T.alloc_var("int32")
+            rows = T.cast(length[0], "int32")
+            T.copy(x, own)
+            for i, j in T.Parallel(ROWS, 32):
+                if i >= rows:
+                    own[i, j] = 0.0
+            if rows > 0:
+                T.copy(own, y)
+
+    return main
+
+
 def summed() -> Any:
     """PrimFunc (x, N, y): control flow that depends on what a buffer holds."""
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("tilelang")
 torch = pytest.importorskip("torch")
 
-from support.role_kernels import ROWS, accumulated, doubled, exchanged, made, summed, tensors  # noqa: E402
+from support.role_kernels import ROWS, accumulated, cut, doubled, exchanged, made, summed, tensors  # noqa: E402
 
 from attnfuzz.kernels.support.protocol import ProtocolFault  # noqa: E402
 from attnfuzz.kernels.tilelang import dense_device, sm100_forward_device  # noqa: E402
@@ -70,6 +70,14 @@ def test_rows_beyond_a_tensor_are_read_as_zeros_and_not_written() -> None:
     x, y = tensors(2 * ROWS + 5)
     made(doubled())(x, y)
     assert torch.equal(y, 2 * x)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_a_store_under_a_condition_leaves_other_elements(dtype: str) -> None:
+    x, y = tensors(ROWS)
+    made(cut(dtype))(x, torch.tensor([5], dtype=getattr(torch, dtype)), y)
+    assert torch.equal(y[:5], x[:5])
+    assert not y[5:].any()
 
 
 def test_a_named_barrier_orders_roles() -> None:
