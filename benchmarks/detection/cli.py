@@ -71,7 +71,7 @@ def main(
 
 
 def chosen(bank: dict[str, Mutant], ids: Sequence[str]) -> list[Mutant]:
-    """Return the mutants of the ids, by default all that show on the CPU, of kernels with all gradients and without pages.
+    """Return the mutants of the ids, by default all that show on the CPU, of kernels with all outputs and not of pages alone.
 
     Raises:
         BadArgument: there is no such mutant, it shows on a GPU only, or the other ways have no Cases for its kernel.

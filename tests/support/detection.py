@@ -34,7 +34,7 @@ _BATCH = 8
 _CAMPAIGNS = 3
 """Campaigns on a mutant at most, each after one that ended by a Case that ended its process once, as on a busy machine."""
 _LEAST_SECONDS = 5.0
-"""Seconds that are too few for another campaign."""
+"""With fewer seconds left no other campaign begins."""
 _AGAIN, _AGAIN_SECONDS = 3, 120.0
 """Runs of a Case that ended its process on a GPU, of which one must do so again; seconds for them, and for the right kernel's."""
 
