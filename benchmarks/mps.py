@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,9 +43,11 @@ def mps() -> Iterator[None]:
             _control(folder, "-d")
             yield
         finally:
-            with contextlib.suppress(NoServer):
-                # What it serves has ended, or is not to be waited for.
+            try:
                 _control(folder, text="quit -t 5\n")
+            except NoServer as error:
+                # Raised, it would take the place of what was measured, or of the reason why the server did not start.
+                warnings.warn(f"the server may go on: {error}", stacklevel=2)
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 

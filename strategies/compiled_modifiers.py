@@ -51,13 +51,18 @@ def kinds_of(chosen: Chosen) -> list[object]:
             kinds += [(side, None if width is None else width > 0) for side, width in zip(("left", "right"), value, strict=True)]
         elif name in ("score_mod", "mask_mod"):
             kinds += [(name, read) for read in _reads(value)]
-        if name == "score_mod" and any(each.gradient for each in captured(parse(value))):
-            kinds.append("gradient")
-            # A slope of 1 hides what a gradient of a captured tensor has to do with it.
-            kinds += ["gradient under a slope"] * (by_score(parse(value)) != const(1.0))
-        if name == "score_mod" and _first_keys(value, HIDING_TILES[:1]):
-            kinds.append("first keys")
+        if name == "score_mod":
+            kinds += _gradients(value)
+            kinds += ["first keys"] * (_first_keys(value, HIDING_TILES[:1]) > 0)
     return kinds
+
+
+def _gradients(score_mod: Any) -> tuple[str, ...]:
+    """Return whether captured tensors have gradients, and whether these depend on the slope: one of 1 hides what it is for."""
+    tree = parse(score_mod)
+    if not any(each.gradient for each in captured(tree)):
+        return ()
+    return ("gradient",) if by_score(tree) == const(1.0) else ("gradient", "gradient under a slope")
 
 
 def _reads(data: Any) -> tuple[str, ...]:

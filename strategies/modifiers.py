@@ -76,7 +76,8 @@ _FACTORS = (0.5, 2.0, -1.0, 0.25, 1.5, -0.5, 0.125)
 _CAPS = (20.0, 50.0, 5.0, 1.0)
 HIDING = (-65504.0, -1e9, -1e38)
 """What models add to the scores of keys that they hide: the least float16, a round number, and one of the size of the least
-float32, which itself would be -inf in base 2: a row of such keys alone has another LSE in a kernel that computes in base 2."""
+float32, which itself would be -inf in base 2: a row of such keys alone has another LSE in a kernel that computes in base 2.
+Least first, as they are tried when a failure is shrunk: only the first leaves sums of scores exact enough to be judged."""
 _FIRST_KEYS = (32, 64, 33, 65, 128)
 """So many first keys are hidden by an added number: whole tiles of a row, before those that count (`hiding_tile`)."""
 HIDING_TILES = (-1e38, -65504.0, -1e38, -1e9)
