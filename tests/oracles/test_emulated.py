@@ -14,12 +14,13 @@ import torch
 from support.emulated.arithmetic import cut_to_tf32, halves_of, product, toward_zero
 from support.emulated.choices import Choices, drawn_config, sample
 from support.emulated.faults import FAULTS, NumericFault
-from support.emulated.kernel import KERNEL, PRESCALED, TF32, fault_kernel, registered
+from support.emulated.kernel import KERNEL, PRESCALED, ROUNDED_P, TF32, fault_kernel, registered
 
+from attnfuzz.harness.judge.judge import judge, truth
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.contract import Config, Inputs, Kernel, Outputs
+from attnfuzz.kernels.contract import Config, Deviations, Inputs, Kernel, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Dtype, Needs, Problem
 from attnfuzz.oracles.formats import CUT_OF_TF32X3, EPS, OF_TF32X3
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe
@@ -120,13 +121,30 @@ def test_it_is_deterministic_and_its_seed_matters() -> None:
 def test_prescaled_q_is_declared_and_would_fail_undeclared() -> None:
     problem = Problem(seqlens_q=(64,), seqlens_k=(64,), dim_qk=64, dim_v=64)
     inputs = materialise(problem, Recipe(pattern="large_logits"), "cpu")
-    from attnfuzz.harness.judge.judge import judge, truth
-    from attnfuzz.kernels.contract import Deviations
-
     kernel = PRESCALED
     made = outputs(kernel, problem, PLAIN_CONFIG, inputs)
     assert kernel.capabilities.deviations == Deviations(prescaled_q=True)
     assert judge("x", inputs, made, truth(inputs, kernel.capabilities.deviations, "cpu")).status == "pass"
+    assert judge("x", inputs, made, truth(inputs, Deviations(), "cpu")).status == "fail"
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(81, 3557), (186, 3569)])
+def test_equal_queries_with_ds_from_rounded_p_are_right(seqlen_q: int, seqlen_k: int) -> None:
+    """torch.efficient's dK on an H100, 81 x 3557: 1.01 times its budget, since roundings of P were taken as independent."""
+    kernel = ROUNDED_P
+    problem = Problem(seqlens_q=(seqlen_q,), seqlens_k=(seqlen_k,), dim_qk=64, dim_v=64, dtype="bfloat16", causal="bottom_right")
+    case = Case(kernel=kernel.name, problem=problem, recipe=Recipe(pattern="ties_q"), config=kernel.configs(problem)[0])
+    verdict = run_trial(case, "cpu")
+    assert not verdict.failures
+    assert verdict.figures["dk"].sigmas > 3
+
+
+def test_ds_from_rounded_p_is_declared_and_would_fail_undeclared() -> None:
+    problem = Problem(seqlens_q=(64,), seqlens_k=(64,), dim_qk=64, dim_v=64)
+    inputs = materialise(problem, Recipe(pattern="large_logits"), "cpu")
+    made = outputs(ROUNDED_P, problem, PLAIN_CONFIG, inputs)
+    assert ROUNDED_P.capabilities.deviations == Deviations(ds_from_rounded_p=True)
+    assert judge("x", inputs, made, truth(inputs, ROUNDED_P.capabilities.deviations, "cpu")).status == "pass"
     assert judge("x", inputs, made, truth(inputs, Deviations(), "cpu")).status == "fail"
 
 
@@ -168,7 +186,7 @@ def test_there_are_35_faults_and_a_gray_one() -> None:
 
 
 def test_the_correct_ones_are_known_by_name_and_where_other_processes_find_them() -> None:
-    for kernel in (KERNEL, PRESCALED, TF32):
+    for kernel in (KERNEL, PRESCALED, ROUNDED_P, TF32):
         assert isinstance(kernel, Kernel)
         origin = registry.origin(kernel.name)
         assert origin is not None

@@ -1,6 +1,7 @@
 """A tiled flash attention emulated on the CPU, correct in many ways, and with numeric faults planted in it.
 
-The kernels "emulated", "emulated.prescaled", "emulated.fma", "emulated.tf32" and "emulated.tf32x3" must always pass;
+The kernels "emulated", "emulated.prescaled", "emulated.rounded_p", "emulated.fma", "emulated.tf32" and "emulated.tf32x3" must
+always pass;
 "fault.numeric.<slug>" must be found (benchmarks/verdict.py). `registered` makes the correct ones known by name.
 """
 
@@ -27,7 +28,7 @@ _FILES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 _CORRECT: Final = Change()
 
 
-def _capabilities(*, prescaled_q: bool, float32: Float32) -> Capabilities:
+def _capabilities(*, prescaled_q: bool, rounded_p: bool, float32: Float32) -> Capabilities:
     return Capabilities(
         packings=("ragged", "dense"),
         dtypes=("float16", "bfloat16", "float32") if float32 == "f32" else ("float32",),
@@ -52,6 +53,7 @@ def _capabilities(*, prescaled_q: bool, float32: Float32) -> Capabilities:
         deterministic=OUTPUT_NAMES,
         deviations=Deviations(
             prescaled_q=prescaled_q,
+            ds_from_rounded_p=rounded_p,
             tf32_on=("cpu",) if float32 == "tf32" else (),
             tf32x3_on=("cpu",) if float32 == "tf32x3" else (),
         ),
@@ -64,9 +66,18 @@ class Emulated:
     backend = "torch"
     files = _FILES
 
-    def __init__(self, name: str, change: Change = _CORRECT, *, prescaled_q: bool = False, float32: Float32 = "f32") -> None:
-        self.name, self.change, self.prescaled_q, self.float32 = name, change, prescaled_q, float32
-        self.capabilities = _capabilities(prescaled_q=prescaled_q, float32=float32)
+    def __init__(
+        self,
+        name: str,
+        change: Change = _CORRECT,
+        *,
+        prescaled_q: bool = False,
+        rounded_p: bool = False,
+        float32: Float32 = "f32",
+    ) -> None:
+        self.name, self.change = name, change
+        self.prescaled_q, self.rounded_p, self.float32 = prescaled_q, rounded_p, float32
+        self.capabilities = _capabilities(prescaled_q=prescaled_q, rounded_p=rounded_p, float32=float32)
 
     def configs(self, problem: Problem) -> tuple[Config, ...]:
         """Some two dozen, the plainest first; any other combination of choices is taken too."""
@@ -98,14 +109,17 @@ class Emulated:
         """
         if reason := self.supports(problem, config, device):
             raise BadArgument(f"problem: {self.name} does not take it: {reason}; ask supports(problem, config, device) first")
-        return _Emulation(Choices.of(config), self.change, prescaled_q=self.prescaled_q, float32=self.float32)
+        return _Emulation(
+            Choices.of(config), self.change, prescaled_q=self.prescaled_q, rounded_p=self.rounded_p, float32=self.float32
+        )
 
 
 class _Emulation:
     """Sequence by sequence. Slack rows of outputs are 0."""
 
-    def __init__(self, choices: Choices, change: Change, *, prescaled_q: bool, float32: Float32) -> None:
-        self.choices, self.change, self.prescaled_q, self.float32 = choices, change, prescaled_q, float32
+    def __init__(self, choices: Choices, change: Change, *, prescaled_q: bool, rounded_p: bool, float32: Float32) -> None:
+        self.choices, self.change = choices, change
+        self.prescaled_q, self.rounded_p, self.float32 = prescaled_q, rounded_p, float32
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """`o` like q with dim_v; `lse (heads, rows)` beside a ragged q, `(batch, heads, rows)` beside a dense one."""
@@ -161,7 +175,15 @@ class _Emulation:
             mask=_mask(p, index, self.change.causal_shift) & unmasked(inputs, index),
             modified=Modified(inputs, index) if score_of(p) is not None else None,
         )
-        return Tiled(sequence, p.scale, self.choices, self.change, prescaled_q=self.prescaled_q, float32=self.float32)
+        return Tiled(
+            sequence,
+            p.scale,
+            self.choices,
+            self.change,
+            prescaled_q=self.prescaled_q,
+            rounded_p=self.rounded_p,
+            float32=self.float32,
+        )
 
 
 _Place = tuple[slice | int, ...]
@@ -211,10 +233,18 @@ def _mask(problem: Problem, index: int, shift: int) -> torch.Tensor:
 
 KERNEL: Final = Emulated("emulated")
 PRESCALED: Final = Emulated("emulated.prescaled", prescaled_q=True)
+ROUNDED_P: Final = Emulated("emulated.rounded_p", rounded_p=True)
 FMA: Final = Emulated("emulated.fma", float32="fma")
 TF32: Final = Emulated("emulated.tf32", float32="tf32")
 TF32X3: Final = Emulated("emulated.tf32x3", float32="tf32x3")
-_CORRECT_KERNELS: Final = {"KERNEL": KERNEL, "PRESCALED": PRESCALED, "FMA": FMA, "TF32": TF32, "TF32X3": TF32X3}
+_CORRECT_KERNELS: Final = {
+    "KERNEL": KERNEL,
+    "PRESCALED": PRESCALED,
+    "ROUNDED_P": ROUNDED_P,
+    "FMA": FMA,
+    "TF32": TF32,
+    "TF32X3": TF32X3,
+}
 
 
 def kernel_named(name: str) -> Emulated:

@@ -44,10 +44,12 @@ class Tiled:
         change: Change,
         *,
         prescaled_q: bool = False,
+        rounded_p: bool = False,
         float32: Float32 = "f32",
     ) -> None:
         self.float32 = float32
         self.x, self.choices, self.change, self.dtype, self.prescaled = sequence, choices, change, sequence.dtype, prescaled_q
+        self.rounded_p = rounded_p
         # exp(s scale) is monotone in s for a scale that is not negative: a sign goes to q, exactly.
         self.scale = scale
         self.size = abs(scale)
@@ -189,7 +191,8 @@ class Tiled:
         if x.d_lse is not None:
             delta = delta - x.d_lse
         gradient = self._f32(self.scale * change.scale_gradient)
-        ds = p * (self._mma(x.d_o, x.v.mT) - delta[..., None])
+        of_ds = self._rounded(p, "dtype") if self.rounded_p else p
+        ds = of_ds * (self._mma(x.d_o, x.v.mT) - delta[..., None])
         if x.modified is not None:
             s = self._mma(self.q, x.k.mT) * self._f32(self.scale)
             x.modified.add_gradients(s, ds)
