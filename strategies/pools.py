@@ -14,6 +14,8 @@ __all__ = ["compile_order", "covering", "pool"]
 _KEY = ("dtype", "causal", "dims", "config")
 """Parts that a compile key may have forgotten."""
 _WITH_NEIGHBOURS = 8
+_USUAL_DIMS = (128, 128)
+"""Dims that most models have beside (64, 64), which declarations mostly begin with."""
 _SMALL = 64 * 64
 """Scores of a small tile."""
 _SECOND, _THIRD, _FOURTH = 1, 2, 3
@@ -26,7 +28,8 @@ def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, .
     """Return `count` variants chosen by `seed`, simplest first: the simplest one, then those with most values not yet covered.
 
     Where there are 8 or more, one of four (four at most) differs from the simplest in one part alone, the mask where it can, then
-    parts selected by `seed`, so that a compile key that forgets that part gives one of them the other's code.
+    parts selected by `seed`, so that a compile key that forgets that part gives one of them the other's code; and one
+    at least has `_USUAL_DIMS`, if any of `variants` has.
     """
     # A declaration may repeat a value.
     variants = tuple(dict.fromkeys(variants))
@@ -34,8 +37,14 @@ def pool(variants: Sequence[Variant], count: int, seed: int) -> tuple[Variant, .
         return variants
     near = _neighbours(variants, seed)[: count // 4 if count >= _WITH_NEIGHBOURS else 0]
     values = _values_of_few if count < _WITH_NEIGHBOURS else _values_and_widths
-    chosen = {each for each, _ in islice(_spread(variants, seed, values, near), count)}
-    return tuple(each for each in variants if each in chosen)
+    chosen = [each for each, _ in islice(_spread(variants, seed, values, near), count)]
+    usual = [each for each in variants if each.dims == _USUAL_DIMS]
+    if count >= _WITH_NEIGHBOURS and usual and not any(each.dims == _USUAL_DIMS for each in chosen):
+        # In place of the last, which adds the fewest values to those of the others.
+        first, *others = chosen[:-1]
+        chosen = [each for each, _ in islice(_spread([first, *others, *usual], seed, values, others), count)]
+    members = set(chosen)
+    return tuple(each for each in variants if each in members)
 
 
 def compile_order(variants: Sequence[Variant]) -> tuple[Variant, ...]:

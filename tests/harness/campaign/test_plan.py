@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 from support.subjects import Subject
 
-from attnfuzz.harness.campaign.plan import KernelPlan, plan_of
+from attnfuzz.harness.campaign.plan import KernelPlan, cases_of, plan_of
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
@@ -108,3 +108,12 @@ def test_dims_beside_steps_of_columns_and_every_mask_are_compiled_among_the_firs
         early = [each.problem for each in of_a_gpu(name, seed)[:5]]
         assert any(each.dim_v % 32 or each.dim_qk % 32 for each in early)
         assert any(each.causal == "top_left" for each in early)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sequences_without_keys_meet_the_dims_that_most_models_have(seed: int) -> None:
+    """Three of these seeds compiled no dims of 128 alone, and RAG-04, a hang of such sequences, was not found."""
+    kernel, settings = registry.get("triton.varlen"), Settings(device="cuda", seed=seed)
+    found = drawn(cases_of(kernel, plan_of(kernel, settings), settings), seed=seed, examples=250, quota=250)
+    usual = [each.problem for each in found if each.problem.dim_qk == each.problem.dim_v == 128]
+    assert any(n_q and not n_k for problem in usual for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
