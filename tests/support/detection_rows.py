@@ -12,20 +12,31 @@ import msgspec
 from support.detection import Attempt, Found, mutant_of
 from support.mutants import SUBJECTS
 
+from attnfuzz.harness.campaign.plan import cases_of, plan_of
+from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.faults.planted import planted_source
+from attnfuzz.strategies.draw import drawn
 
 __all__ = ["Rows"]
 
 _BEGIN = b'{"asked":'
 """How every row begins."""
+_SAMPLE = 96
+"""Drawn Cases that tell whether a campaign would draw the same ones."""
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """One row: what was asked for, the digest of the kernel's sources with the bug, and the result."""
+    """One row: what was asked for, the digests of the kernel's sources with the bug and of the Cases, and the result.
+
+    `drawn` is empty in rows of earlier versions, which are not used.
+    """
 
     asked: str
     source: str
     row: Found
+    drawn: str = ""
 
 
 @functools.cache
@@ -35,6 +46,21 @@ def _source(id_: str) -> str:
     for part, module in SUBJECTS[mutant.kernel].modules.items():
         digest.update("\0".join(planted_source(module, mutant.edits(part))).encode())
     return digest.hexdigest()[:16]
+
+
+def _drawn(task: Attempt) -> str:
+    """Return the digest of what a campaign draws: a row says nothing of other Cases."""
+    return _drawn_of(mutant_of(task.mutant).kernel, task.device, task.seed, task.most)
+
+
+@functools.cache
+def _drawn_of(name: str, device: Device, seed: int, most: int) -> str:
+    kernel = registry.get(name)
+    settings = Settings(device=device, seed=seed, max_examples=most, all_variants=True)
+    plan = plan_of(kernel, settings)
+    sample = drawn(cases_of(kernel, plan, settings), seed=seed, examples=_SAMPLE, quota=_SAMPLE)
+    content = "\0".join([*map(repr, plan.variants), *(each.canonical() for each in sample)])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _asked(task: Attempt) -> str:
@@ -53,7 +79,7 @@ class Rows:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._known: dict[tuple[str, str], Found] = {}
+        self._known: dict[tuple[str, str, str], Found] = {}
         lines = path.read_bytes().split(b"\n") if path is not None and path.is_file() else []
         for number, line in enumerate(lines, 1):
             try:
@@ -63,18 +89,20 @@ class Rows:
                 if line[: len(_BEGIN)] != _BEGIN[: len(line)]:
                     raise ValueError(f"line {number} is no row of a campaign") from None
             else:
-                self._known[each.asked, each.source] = each.row
+                self._known[each.asked, each.source, each.drawn] = each.row
 
     def known(self, tasks: Sequence[Attempt]) -> dict[Attempt, Found]:
         """Return the rows of campaigns that have ended by themselves, not by an error or by the end of their time."""
-        rows = {each: self._known.get((_asked(each), _source(each.mutant))) for each in tasks}
+        if not self._known:
+            return {}
+        rows = {each: self._known.get((_asked(each), _source(each.mutant), _drawn(each))) for each in tasks}
         return {each: row for each, row in rows.items() if row is not None and not (row.cut or row.error)}
 
     def add(self, task: Attempt, row: Found) -> None:
         """Write a row at once."""
         if self._path is None:
             return
-        line = msgspec.json.encode(_Line(_asked(task), _source(task.mutant), row)) + b"\n"
+        line = msgspec.json.encode(_Line(_asked(task), _source(task.mutant), row, _drawn(task))) + b"\n"
         with self._path.open("ab+") as file:
             if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
                 line = b"\n" + line

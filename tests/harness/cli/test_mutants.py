@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support import detection_rows
 from support.detection import Attempt, Found, Nearest
 from support.mutants import FOLDER, mutants
 from support.paths import TESTS
@@ -246,6 +248,25 @@ def test_rows_of_a_file_are_not_run_again(campaigns: list[Attempt], tmp_path: Pa
     assert "2 of 2 campaigns found their bug" in done.output
     run(*arguments, "--max-examples", "7")
     assert [each.most for each in campaigns] == [500, 500, 7, 7]
+
+
+def test_rows_of_other_cases_are_run_again(campaigns: list[Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed strategies draw other Cases by the same seed, and rows of earlier versions do not say which Cases theirs were."""
+    file = tmp_path / "rows.jsonl"
+    arguments = ("MSK-05", "--seeds", "1", "--rows", str(file))
+    for _ in range(2):
+        assert run(*arguments).exit_code == 0
+    assert len(campaigns) == 1
+    lines = file.read_text().splitlines()
+    file.write_text("".join(re.sub(r',"drawn":"\w+"', "", each) + "\n" for each in lines))
+    run(*arguments)
+    assert len(campaigns) == 2
+    plan = detection_rows.plan_of
+    monkeypatch.setattr(detection_rows, "plan_of", lambda *of: dataclasses.replace(plan(*of), variants=plan(*of).variants[1:]))
+    detection_rows._drawn_of.cache_clear()
+    run(*arguments)
+    detection_rows._drawn_of.cache_clear()
+    assert len(campaigns) == 3
 
 
 @pytest.mark.parametrize("content", ['{"a": 1}\n', "[1, 2]", "\udcff\udcfe\n", '{"asked":"x"}\nnotes\n'])
