@@ -23,6 +23,7 @@ def doubled(
     arrivals: int = COMPUTE,
     filled: int = 32,
     more_bytes: int = 0,
+    joined: bool = False,
     halves: bool = False,
     unused: bool = False,
 ) -> Any:
@@ -35,6 +36,7 @@ def doubled(
         arrivals: those that make a stage free.
         filled: those that make a stage full, beside its bytes.
         more_bytes: bytes that no copy has, expected at each tile.
+        joined: whether one thread more arrives, by the operation that expects bytes as well (none here).
         halves: whether the second half of each tile is copied behind the arrivals.
         unused: whether a last tile is copied that nobody waits for.
     """
@@ -66,6 +68,9 @@ def doubled(
                         # one condition is of Python, the other of the device
                         if thread == COMPUTE:
                             T.mbarrier_expect_tx(full[step % STAGES], more_bytes)
+                    if joined:  # noqa: SIM102
+                        if thread == COMPUTE:
+                            T.mbarrier_arrive_expect_tx(full[step % STAGES], 0)
                     if halves:
                         T.tma_copy(
                             x[step * ROWS : step * ROWS + 16, :], tile[step % STAGES, 0:16, :], barrier=full[step % STAGES]

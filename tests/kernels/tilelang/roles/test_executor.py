@@ -72,6 +72,15 @@ def test_rows_beyond_a_tensor_are_read_as_zeros_and_not_written() -> None:
     assert torch.equal(y, 2 * x)
 
 
+def test_an_operation_that_expects_bytes_and_arrives_does_both() -> None:
+    x, y = tensors(3 * ROWS)
+    made(doubled(joined=True, filled=33))(x, y)
+    assert torch.equal(y, 2 * x)
+    for wrong in ({"joined": False, "filled": 33}, {"joined": True, "filled": 34}):
+        with pytest.raises(ProtocolFault, match="wait"):
+            made(doubled(**wrong))(x, y)
+
+
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_a_store_under_a_condition_leaves_other_elements(dtype: str) -> None:
     x, y = tensors(ROWS)
