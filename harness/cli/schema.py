@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from attnfuzz.harness.cli.documents.campaigns import Merge, Run
-from attnfuzz.harness.cli.documents.check import Check
+from attnfuzz.harness.cli.documents.check import Check, Conformance
 from attnfuzz.harness.cli.documents.common import EventLine, WrongUse
 from attnfuzz.harness.cli.documents.coverage import Coverage
 from attnfuzz.harness.cli.documents.gate import Gate
-from attnfuzz.harness.cli.documents.lists import CaseList, CaseRemoval, Conformance, KernelList
+from attnfuzz.harness.cli.documents.lists import CaseList, CaseRemoval, KernelList
 from attnfuzz.harness.cli.documents.repro import ReproExplain, ReproOnce, ReproRepeat, ReproScript, ReproShrink
 
 __all__ = ["json_schema"]

@@ -1,4 +1,4 @@
-"""What a check of a function returns as an object: `CheckResult.to_object` of `attnfuzz.harness`."""
+"""What a check of a function returns (`CheckResult.to_object` of `attnfuzz.harness`), and what one of an adapter prints."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Literal
 
 import msgspec
 
+from attnfuzz.harness.audit.conformance.row import Row
 from attnfuzz.harness.cli.documents.common import CaseObject, Format
 from attnfuzz.harness.judge.failure import Kind
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import OutputName
 
-__all__ = ["Check", "Checked", "CheckedFailure"]
+__all__ = ["Check", "Checked", "CheckedFailure", "Conformance"]
 
 
 class CheckedFailure(msgspec.Struct):
@@ -56,3 +57,17 @@ class Check(msgspec.Struct):
     never_drawn: dict[str, list[str]]
     seconds: float
     seconds_to_first: float | None
+
+
+class Conformance(msgspec.Struct):
+    """What `attnfuzz check-adapter --json` prints. `right`: all checks ran, and none found anything wrong."""
+
+    format: Format
+    command: Literal["check-adapter"]
+    kernel: str
+    device: Device
+    right: bool
+    complete: bool
+    interrupted: bool
+    checks: list[Row]
+    seconds: float

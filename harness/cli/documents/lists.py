@@ -1,4 +1,4 @@
-"""What `attnfuzz list`, `check-adapter` and `corpus` print with --json."""
+"""What `attnfuzz list` and `corpus` print with --json."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from typing import Literal
 
 import msgspec
 
-from attnfuzz.harness.audit.conformance.row import Row
 from attnfuzz.harness.cli.documents.common import Format
 from attnfuzz.harness.judge.failure import Kind
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.problem import OutputName
 
-__all__ = ["CaseList", "CaseRemoval", "Conformance", "KernelList", "LeftFile", "ListedKernel", "RemovedCase", "StoredCase"]
+__all__ = ["CaseList", "CaseRemoval", "KernelList", "LeftFile", "ListedKernel", "RemovedCase", "StoredCase"]
 
 
 class ListedKernel(msgspec.Struct):
@@ -36,20 +35,6 @@ class KernelList(msgspec.Struct):
     format: Format
     command: Literal["list"]
     kernels: list[ListedKernel]
-
-
-class Conformance(msgspec.Struct):
-    """What `attnfuzz check-adapter --json` prints. `right`: all checks ran, and none found anything wrong."""
-
-    format: Format
-    command: Literal["check-adapter"]
-    kernel: str
-    device: Device
-    right: bool
-    complete: bool
-    interrupted: bool
-    checks: list[Row]
-    seconds: float
 
 
 class StoredCase(msgspec.Struct):
