@@ -23,8 +23,9 @@ __all__ = ["Supply"]
 
 _FEW, _BATCHES, _MANY = 20, 4, 600
 """A round is drawn where fewer Cases can run than that, or than in so many batches, unless there are many that wait."""
-_MIXED = 8
-"""Rounds of a kernel that are drawn from all variants: short runs see all kinds of Cases."""
+_MIXED = 2
+"""Rounds of a kernel that are drawn from all variants: short runs see all kinds of Cases. Such a round has few Cases of a kind,
+which make small batches."""
 _ASK_EVERY = 0.2
 """Seconds between questions whether code is compiled now."""
 _ALL = ""
@@ -107,8 +108,9 @@ class Supply:
         if not self._by_kind or number < _MIXED or self._fruitless:
             return variants
         kinds = sorted({(each.dtype, each.dims) for each in variants})
-        # By chance, since shards have every n-th round.
-        kind = random.Random(number).choice(kinds)
+        # Each kind once in as many rounds, in an order by chance, since shards have every n-th round.
+        turn, place = divmod(number, len(kinds))
+        kind = random.Random(turn).sample(kinds, len(kinds))[place]
         return tuple(each for each in variants if (each.dtype, each.dims) == kind)
 
     def tried(self, case: Case) -> None:

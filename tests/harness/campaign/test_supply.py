@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -359,12 +360,42 @@ def test_cases_that_are_judged_together_are_drawn_kind_by_kind_after_the_first_r
         )  # type: ignore[arg-type]
         return {(each.dtype, each.dims) for each in supply._variants(number)}
 
-    assert kinds(0) == kinds(7) == every
+    assert kinds(0) == kinds(1) == every
     for shard in range(4):
-        later = [kinds(number) for number in range(8 + shard, 8 + 4 * 12 * len(every), 4)]
+        later = [kinds(number) for number in range(4 + shard, 4 + 4 * 12 * len(every), 4)]
         assert all(len(each) == 1 for each in later)
         assert set.union(*later) == every
+    for begin in range(len(every), 9 * len(every), len(every)):
+        assert set.union(*(kinds(number) for number in range(begin, begin + len(every)))) == every
     assert kinds(100, together=False) == kinds(100, growing=False) == every
+
+
+def test_first_batches_of_many_workers_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker has one or two rounds before its second batch: where these are of all kinds, that has few Cases of each."""
+    monkeypatch.setattr(drawer_module, "EXAMPLES", EXAMPLES)
+    kernel = registry.get("triton.varlen")
+    plan = dataclasses.replace(plan_of(kernel, Settings(device="cuda", budget=30.0)), compiled=False)
+    assert len({(each.dtype, each.dims) for each in plan.variants}) > 6
+    campaign, first = Campaign(), Batch(True, 4, math.inf)
+    batch = dataclasses.replace(first, most=96)
+    supplies = [
+        Supply(
+            kernel,
+            plan,
+            lambda some: cases(kernel, device="cuda", limits=plan.limits, variants=some),
+            campaign,  # type: ignore[arg-type]
+            "cuda",
+            background=False,
+            growing=True,
+            together=True,
+        )
+        for _ in range(12)
+    ]
+    for each in supplies:
+        each.take(first)
+        assert len(each.take(first)) == 4
+    sizes = [len(each.take(batch)) for _ in range(2) for each in supplies]
+    assert sum(size > 80 for size in sizes) > 0.8 * len(sizes)
 
 
 def test_after_a_round_without_a_new_case_all_kinds_are_drawn_from() -> None:
