@@ -6,6 +6,7 @@ import difflib
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,11 @@ _AGAIN = 3
     metavar="TIME",
     help="Time of each campaign (60s); it draws from all variants, as without one [default: no limit, with --device cuda 60s].",
 )
-@click.option("--budget", metavar="TIME", help="Time of all together, such as 9m; campaigns at work then are dropped.")
+@click.option(
+    "--budget",
+    metavar="TIME",
+    help="Time of all together, such as 9m; campaigns at work then are dropped. Those that --each has ended run again, longer.",
+)
 @click.option(
     "--deadline", metavar="TIME", help="A stage of a Case that takes so long hangs [default: 60s, with --device cuda 10s]."
 )
@@ -259,19 +264,25 @@ class _Run:
             raise reject("rows", str(file), str(error), "give a file of rows, or a new one") from None
         self._path = file
         known = self._file.known(tasks)
-        self.rows: list[Any] = list(known.values())
+        self._rows: dict[tuple[str, int], Any] = {(each.mutant, each.seed): row for each, row in known.items()}
         self._untried = [each for each in tasks if each not in known]
         self.end: Literal["interrupted", "time over"] | None = None
         """Why it ended before all campaigns had."""
 
     @property
+    def rows(self) -> list[Any]:
+        """The latest row of each campaign."""
+        return list(self._rows.values())
+
+    @property
     def left(self) -> list[tuple[str, int]]:
         """Mutants and seeds without a row."""
-        done = {(each.mutant, each.seed) for each in self.rows}
-        return [each for each in self._tasks if each not in done]
+        return [each for each in self._tasks if each not in self._rows]
 
     def go(self, jobs: int, seconds: float | None) -> None:
         """Run the campaigns that have no row, with a line for each as it ends; Ctrl-C and the end of the time keep the rows.
+
+        In the seconds that are left then, those that were ended by their own time run again, with twice that time.
 
         Raises:
             BadArgument: processes ended in the middle of campaigns, before any other had ended, or a row cannot be written.
@@ -279,26 +290,45 @@ class _Run:
         from attnfuzz.harness.report.progress import progress_on
 
         processes, report = _of_checkout("verdict.processes"), _of_checkout("detection_report")
+        end = None if seconds is None else time.monotonic() + seconds
         limits = {} if seconds is None else {"seconds": seconds, "again": _AGAIN}
         try:
             with progress_on(console(stderr=True), bar=True, count=True, left=True, width=24) as progress:
-                bar = progress.add_task("campaigns", total=len(self._tasks), completed=len(self.rows))
-                for each in processes.finished(self._attempt, self._untried, jobs, **limits):
-                    self.rows.append(each)
-                    self._keep(each)
-                    progress.console.print(report.line(each), highlight=False, soft_wrap=True)
-                    progress.update(bar, completed=len(self.rows), description=each.mutant)
+                bar = progress.add_task("campaigns", total=len(self._tasks), completed=len(self._rows))
+                tasks = self._untried
+                while tasks:
+                    for each in processes.finished(self._attempt, tasks, jobs, **limits):
+                        self._rows[each.mutant, each.seed] = each
+                        self._keep(each)
+                        progress.console.print(report.line(each), highlight=False, soft_wrap=True)
+                        progress.update(bar, completed=len(self._rows), description=each.mutant)
+                    if end is None:
+                        break
+                    limits["seconds"] = end - time.monotonic()
+                    tasks = self._longer(limits["seconds"])
                 ending()
         except KeyboardInterrupt:
             ending()
             self.end = "interrupted"
         except processes.TimeOver:
-            self.end = "time over"
+            # Those that ran again have the row of the time before.
+            self.end = "time over" if self.left else None
         except processes.LostProcess as error:
-            if not self.rows:
+            if not self._rows:
                 raise reject("jobs", jobs, str(error), "give fewer") from None
             echo(f"{error}", err=True)
             self.end = "interrupted"
+
+    def _longer(self, seconds: float) -> list[Any]:
+        """Return the campaigns that their time has ended, with twice that time, as far as there are so many seconds."""
+        again = []
+        for key, row in self._rows.items():
+            task = self._tasks[key]
+            longer = min(2 * (task.budget or 0.0), seconds)
+            if row.cut and task.budget is not None and longer > task.budget:
+                self._tasks[key] = replace(task, budget=longer)
+                again.append(self._tasks[key])
+        return again
 
     def _keep(self, row: Any) -> None:
         if self._path is not None:

@@ -320,6 +320,43 @@ def test_rows_that_time_or_an_error_ended_are_tried_again(
     assert text in done.output
 
 
+def test_campaigns_that_their_time_has_ended_run_longer_in_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, float | None]] = []
+
+    def finished(_: Any, tasks: list[Attempt], jobs: int, **limits: Any) -> Iterator[Found]:
+        asked.extend((each.mutant, each.budget) for each in tasks)
+        for each in tasks:
+            late = each.mutant == "DIM-04" and each.budget != 240.0
+            yield dataclasses.replace(row(each, killed=not late), cut=late)
+
+    monkeypatch.setattr("support.verdict.processes.finished", finished)
+    arguments = ("MSK-05", "DIM-04", "--seeds", "1", "--each", "60s")
+    content = json.loads(run(*arguments, "--budget", "9m", "--rows", str(tmp_path / "rows.jsonl"), "--json").stdout)
+    assert [each["cases"] for each in content["attempts"]] == [3, 3]
+    assert asked == [("MSK-05", 60.0), ("DIM-04", 60.0), ("DIM-04", 120.0), ("DIM-04", 240.0)]
+    # The latest row counts, here and in the file.
+    assert run(*arguments, "--rows", str(tmp_path / "rows.jsonl")).exit_code == 0
+    assert len(asked) == 4
+    asked.clear()
+    assert run(*arguments).exit_code == run(*arguments, "--budget", "60s").exit_code == 1
+    assert asked == 2 * [("MSK-05", 60.0), ("DIM-04", 60.0)]
+
+
+def test_the_end_of_the_time_in_a_longer_campaign_leaves_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from support.verdict.processes import TimeOver
+
+    def finished(_: Any, tasks: list[Attempt], jobs: int, **limits: Any) -> Iterator[Found]:
+        if tasks[0].budget != 60.0:
+            raise TimeOver("over")
+        yield from (dataclasses.replace(row(each, killed=False), cut=True) for each in tasks)
+
+    monkeypatch.setattr("support.verdict.processes.finished", finished)
+    done = run("MSK-05", "--seeds", "1", "--each", "60s", "--budget", "9m", "--json")
+    content = json.loads(done.stdout)
+    assert (done.exit_code, content["time_over"], content["left"]) == (1, False, [])
+    assert [each["cut"] for each in content["attempts"]] == [True]
+
+
 def test_the_end_of_the_time_keeps_the_rows_until_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from support.verdict.processes import TimeOver
 
