@@ -269,6 +269,23 @@ def test_rows_of_other_cases_are_run_again(campaigns: list[Attempt], tmp_path: P
     assert len(campaigns) == 3
 
 
+def test_rows_are_told_apart_by_what_a_campaign_tries_first_and_in_which_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = detection_rows._drawn_of.__wrapped__
+    before = digest("triton.varlen", "cuda", 3, 500)
+    assert before == digest("triton.varlen", "cuda", 3, 500)
+    others = [
+        digest("triton.varlen", "cuda", 4, 500),
+        digest("triton.varlen", "cpu", 3, 500),
+        digest("triton.flex", "cuda", 3, 500),
+    ]
+    for name in ("compile_order", "draw_round"):
+        of = getattr(detection_rows, name)
+        with monkeypatch.context() as changed:
+            changed.setattr(detection_rows, name, lambda *values, of=of: of(*values)[:-1])
+            others.append(digest("triton.varlen", "cuda", 3, 500))
+    assert len({before, *others}) == 6
+
+
 @pytest.mark.parametrize("content", ['{"a": 1}\n', "[1, 2]", "\udcff\udcfe\n", '{"asked":"x"}\nnotes\n'])
 def test_a_file_of_something_else_gets_no_rows(content: str, campaigns: list[Attempt], tmp_path: Path) -> None:
     file = tmp_path / "notes"
