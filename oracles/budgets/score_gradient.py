@@ -256,17 +256,16 @@ def _known_of_ds(t: Scores, f: Forward, delta: Delta, deviations: Deviations) ->
     of_scale = scale.masked_fill(scale == 0, 1.0) if isinstance(scale, torch.Tensor) else scale or 1.0
     largest_q, largest_k = torch.zeros_like(t.q), torch.zeros_like(t.k)
     d_p = t.d_o @ t.v.mT
-    lost = None
+    rounded_p = None
     if deviations.ds_from_rounded_p:
         unit = 2 * half_ulp(t.p, t.form)
-        lost = torch.round(t.p / unit).mul_(unit).sub_(t.p)
+        rounded_p = torch.round(t.p / unit).mul_(unit)
     for d in ways:
         gap = on_grid(d_p - d, delta.b)
         if t.changed is not None:
             gap *= t.changed.slope
         exact = gap * t.p
-        by_p = None if lost is None else gap * lost
-        start = exact if by_p is None else exact + by_p
+        start = exact if rounded_p is None else gap.mul_(rounded_p)
         for factor in (1.0, of_scale):
             steps = 2 * half_ulp(start * factor, t.form) / factor
             error = torch.round(start / steps).mul_(steps).sub_(exact)
