@@ -31,6 +31,9 @@ PLAIN = Problem(seqlens_q=(40, 33), seqlens_k=(35, 24), dim_qk=16, dim_v=16, hea
 SUMS = ("matmul", "__matmul__", "baddbmm_", "sum")
 FIGURES = 1e-4
 """Figures have four digits."""
+COUNTS, A_PAIR = 3, 2e-3
+"""The last figures of `Repeats` of a frame are mean counts of neighbours, which one pair at the edge of a window changes by a
+thousandth in these batches. They matter beyond 1.25."""
 PARTS = ("allowed", "random", "b", "flush", "noise", "reorder")
 
 
@@ -69,8 +72,10 @@ def differing(one: Budgets, other: Budgets) -> list[str]:
         if ((x - y).abs() > FIGURES * torch.maximum(scale, x.abs())).any():
             names.append(f"{name} {part}")
     figures = [None if each.repeats is None else each.repeats.figures() for each in (one, other)]
-    if figures[0] is not None and not torch.allclose(*figures, rtol=FIGURES, atol=1e-9, equal_nan=True):
-        names.append("repeats")
+    if figures[0] is not None:
+        for part, close in ((slice(-COUNTS), FIGURES), (slice(-COUNTS, None), A_PAIR)):
+            if not torch.allclose(*(each[..., part] for each in figures), rtol=close, atol=1e-9, equal_nan=True):
+                names.append("repeats")
     return names
 
 
