@@ -27,10 +27,22 @@ class ChildError(RuntimeError):
 
 
 class Child:
-    """One child process: its connection, the page that shows its stage, its output and its exit status."""
+    """One child process: its connection, the page that shows its stage, its output and its exit status.
 
-    def __init__(self, pid: int, connection: socket.socket, board: int, log: int, ended: Callable[[], int | None]) -> None:
-        self.pid, self._log, self._wait = pid, log, ended
+    `shares`: the GPU with children of other workers, whose faults may break it for this one.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        connection: socket.socket,
+        board: int,
+        log: int,
+        ended: Callable[[], int | None],
+        *,
+        shares: bool = False,
+    ) -> None:
+        self.pid, self._log, self._wait, self.shares = pid, log, ended, shares
         self.descriptor = os.pidfd_open(pid)
         # Read by descriptor: pathlib interns each part of a path, and Python replaces its table of interned strings, of a
         # megabyte, when such entries have filled it.

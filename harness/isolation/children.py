@@ -82,6 +82,7 @@ class Children:
             ChildError: a child process cannot be started.
         """
         self._drop_dead()
+        self._drop_sharing()
         if self.idle and not fresh and self._filled:
             return self.idle.pop(0)
         first = not self._statistics.children
@@ -159,13 +160,25 @@ class Children:
         for waiting in (self.idle, self._ready):
             while waiting and waiting[0].gone():
                 child = waiting.pop(0)
-                if waiting is self.idle:
+                if child.shares:
+                    self._forkserver.end_sharing("a process has ended between two tasks")
+                elif waiting is self.idle:
                     death = _late_death(child)
                     if death.disturbance is not None:
                         self._disturbed(death.disturbance)
                     else:
                         self.late = death
-                self.discard(child, killed=waiting is self.idle)
+                self.discard(child, killed=waiting is self.idle and not child.shares)
+
+    def _drop_sharing(self) -> None:
+        """Drop the free children that share the GPU, once sharing has ended."""
+        sharing = self._forkserver.sharing
+        if sharing is None or not any(each.shares for each in (*self.idle, *self._ready)) or sharing.on():
+            return
+        for waiting in (self.idle, self._ready):
+            for child in [each for each in waiting if each.shares]:
+                waiting.remove(child)
+                self.discard(child)
 
     def _fill(self, *, fresh: bool) -> None:
         """Start spares: of several, one has built nothing; a single one is of the kind that was wanted last."""
@@ -191,6 +204,7 @@ class Children:
                 continue
             if self._warmed(child):
                 return child
+            self._drop_sharing()
         raise ChildError(f"a child process could not be made ready: {self.last_output}")
 
     def _started(self, *, plain: bool = False) -> Child:
@@ -213,6 +227,11 @@ class Children:
             self._failed = False
             return True
         self.last_output = (message["error"]["trace"] if message else child.tail()).strip() or "it printed nothing"
+        if child.shares:
+            # Another one's fault may be the reason, so that this says nothing of the first task.
+            self._forkserver.end_sharing("a process could not be made ready")
+            self.discard(child)
+            return False
         died = message is None and (child.gone() or child.answers())
         # It may have died by chance: without this first task a kernel would find a process that has tensors on the device.
         if self.hint is None and (self._failed or not died):

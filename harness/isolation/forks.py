@@ -30,12 +30,19 @@ class ForksOfThisProcess(Forkserver):
 
     def __init__(self) -> None:
         self.run = os.environ[reaper.MARK]
-        self._preload, self._template, self._root = (), None, None
+        self._preload, self._template, self._root, self.sharing = (), None, None, None
         self._owner = os.getpid()
         self._children: set[Child] = set()
         self._seen = Seen(self.run)
 
-    def _spawn(self, how: str, connection: int, board: int | None, log: int) -> subprocess.Popen[bytes]:
+    def _spawn(
+        self,
+        how: str,
+        connection: int,
+        board: int | None,
+        log: int,
+        shares: bool | None = None,  # noqa: ARG002 - the environment is this process's own
+    ) -> subprocess.Popen[bytes]:
         assert how == "template", board
         settings = {"socket": connection, "parent": os.getpid(), "bound": True, "path": sys.path, "preload": []}
         pid = os.fork()

@@ -23,6 +23,7 @@ from attnfuzz.harness.isolation.child import TAIL, Child, ChildError
 from attnfuzz.harness.isolation.folders import clear_left_behind, folder_of, make_folder
 from attnfuzz.harness.isolation.limits import check_open_files, explained
 from attnfuzz.harness.isolation.root import LentTemplate, Root
+from attnfuzz.harness.isolation.sharing import Sharing
 from attnfuzz.harness.isolation.stage_time import Usage
 from attnfuzz.harness.isolation.wire import Board, wait
 from attnfuzz.kernels.problem import BadArgument
@@ -52,14 +53,16 @@ class Forkserver:
         clear_left_behind()
         self.run = secrets.token_hex(8)
         self._preload, self._root = preload, root
-        self._folder = folder_of(self.run)
+        self.folder = folder_of(self.run)
         self._environment = {
             **os.environ,
             **bytecode_variables(),
             **(environment or {}),
             reaper.MARK: self.run,
-            "TMPDIR": self._folder,
+            "TMPDIR": self.folder,
         }
+        self.sharing = Sharing.of(self._environment)
+        """Of the GPU, by a server of the campaign's; None: there is none."""
         self._template: _Template | None = None
         try:
             self._reaper, self._reaper_pipe = self._start_reaper()
@@ -77,7 +80,7 @@ class Forkserver:
 
     def _start_reaper(self) -> tuple[subprocess.Popen[bytes], int]:
         read, write = os.pipe()
-        command = [sys.executable, "-I", "-S", str(_REAPER), str(read), self.run, self._folder]
+        command = [sys.executable, "-I", "-S", str(_REAPER), str(read), self.run, self.folder]
         try:
             process = subprocess.Popen(
                 command,
@@ -135,7 +138,13 @@ class Forkserver:
         """Count a child as dead: what it leaves behind may be killed."""
         self._children.discard(child)
 
+    def end_sharing(self, why: str) -> None:
+        """Have no child share the GPU from now on, those of other workers neither."""
+        if self.sharing is not None:
+            self.sharing.end(why)
+
     def _started(self) -> Child:
+        shares = None if self.sharing is None else self.sharing.on()
         here, there = socket.socketpair()
         board, log = Board.create(), os.memfd_create("attnfuzz-log", os.MFD_CLOEXEC)
         # In append mode the log can be truncated while a child writes to it.
@@ -143,11 +152,11 @@ class Forkserver:
         try:
             with there:
                 if self._preload is None:
-                    process = self._spawn("spawn", there.fileno(), board, log)
-                    return Child(process.pid, here, board, log, lambda: _waited(process))
+                    process = self._spawn("spawn", there.fileno(), board, log, shares)
+                    return Child(process.pid, here, board, log, lambda: _waited(process), shares=bool(shares))
                 template = self._settled_template()
-                pid = template.fork([there.fileno(), board, log])
-                return Child(pid, here, board, log, lambda: template.reap(pid))
+                pid = template.fork([there.fileno(), board, log], shares)
+                return Child(pid, here, board, log, lambda: template.reap(pid), shares=bool(shares))
         except BaseException:
             here.close()
             for descriptor in (board, log):
@@ -205,13 +214,15 @@ class Forkserver:
             "path": [str(Path(each).absolute()) if Path(each).exists() else each for each in sys.path],
             "preload": list(self._preload or ()),
             "run": self.run,
-            "folder": self._folder,
+            "folder": self.folder,
         }
 
-    def _spawn(self, how: str, connection: int, board: int | None, log: int) -> subprocess.Popen[bytes]:
+    def _spawn(
+        self, how: str, connection: int, board: int | None, log: int, shares: bool | None = None
+    ) -> subprocess.Popen[bytes]:
         # The template process lives until the reaper has looked: orphans that it adopted are found as its descendants.
         bound = how == "spawn" and threading.current_thread() is threading.main_thread()
-        settings = {**self._settings(connection, board), "bound": bound}
+        settings = {**self._settings(connection, board), "bound": bound, "shares": shares}
         try:
             return subprocess.Popen(
                 [sys.executable, "-P", str(_WORKER), how, json.dumps(settings)],
@@ -279,7 +290,7 @@ class Forkserver:
             self._reaper.wait()
         if self._reaper.returncode:
             # It was killed, perhaps by a kernel: what it was to do is done here.
-            reaper.clear(self.run, self._folder)
+            reaper.clear(self.run, self.folder)
         os.close(self._lock)
 
 
@@ -322,11 +333,11 @@ class _Template:
         """Have it fork templates for who has the other end of `connection`, once it has imported."""
         socket.send_fds(self._connection, [b'{"lend": true}'], [connection])
 
-    def fork(self, descriptors: list[int]) -> int:
+    def fork(self, descriptors: list[int], shares: bool | None) -> int:
         if not self._ready:
             self._ask(None, _START_SECONDS)
             self._ready = True
-        answer = self._ask({"fork": True}, _DEATH_SECONDS * 4, descriptors)
+        answer = self._ask({"fork": True, "shares": shares}, _DEATH_SECONDS * 4, descriptors)
         if "errno" in answer:
             raise _refused(OSError(answer["errno"], os.strerror(answer["errno"])))
         return int(answer["pid"])

@@ -53,6 +53,10 @@ class _NotBegunError(ChildError):
     """A child ended before it started its task, so that the task is not the cause."""
 
 
+class _SharedError(Exception):
+    """A task has no outcome: its child shared the GPU, and another one's fault may be the reason for what happened to it."""
+
+
 class Supervisor:
     """Runs tasks in children of `forkserver`, one after the other or several at once.
 
@@ -125,7 +129,7 @@ class Supervisor:
             if outcome is not None:
                 return outcome
             if until is not None and time.monotonic() >= until:
-                self._children.discard(running.child)
+                self.kill(running)
                 self._count(running)
                 return None
 
@@ -147,6 +151,9 @@ class Supervisor:
 
     def kill(self, running: Running) -> None:
         """End a task that is not wanted any more, and its child."""
+        if running.child.shares:
+            # The end of a process whose kernel does not end breaks the GPU for those that share it.
+            self._forkserver.end_sharing("a task was ended that was at work")
         self._children.discard(running.child)
 
     def take_late_death(self) -> Death | None:
@@ -177,7 +184,7 @@ class Supervisor:
         finally:
             # Interrupted: the state of the children at work is unknown.
             for running in active.values():
-                self._children.discard(running.child)
+                self.kill(running)
 
     def hint(self, warm: Task) -> None:
         """Run `warm` first in new children from now on, instead of the default. If it fails, it is not used again."""
@@ -209,6 +216,11 @@ class Supervisor:
         died = self._died
         try:
             outcome = self._look(running.child, running, ready)
+        except _SharedError:
+            # Not one that shares: sharing has ended.
+            self._died = time.monotonic()
+            self._begin_again(running, fresh=True)
+            return None
         except _NotBegunError:
             if running.again:
                 return Death("exit", "start", 0.0, 0.0, None, self._children.last_output, 0)
@@ -259,6 +271,10 @@ class Supervisor:
                 return self._death(child, running, "pipe", 0.0)
             if message.get("task") != running.number:
                 return None
+            if child.shares and message.get("lost"):
+                self._forkserver.end_sharing("the GPU no longer worked for a process")
+                self._children.discard(child)
+                raise _SharedError
             outcome = _read(message)
             if outcome is None:
                 return self._death(child, running, "pipe", 0.0)
@@ -312,6 +328,10 @@ class Supervisor:
             child.ask_for_stack()
         elif why == "pipe" and wait([child.descriptor], _TICK * 4):
             why = "exit"
+        doubtful = child.shares and why != "memory"
+        if doubtful:
+            # Before it is killed: that breaks the GPU for the others where its kernel does not end.
+            self._forkserver.end_sharing(f"a process ended in stage {stage}" if why == "exit" else f"{why} in stage {stage}")
         item = child.item()
         printed, status = child.output_size(), child.kill()
         if (why == "pipe" or status == LOST_CONNECTION) and stage not in KERNEL_STAGES:
@@ -319,6 +339,8 @@ class Supervisor:
             stage = "kernel"
         output = child.tail()
         self._children.discard(child, killed=True)
+        if doubtful:
+            raise _SharedError
         if announced is None:
             self._children.last_output = output.strip() or f"exit status {status}"
             if why == "exit" and status in (None, -signal.SIGKILL) and not running.again:

@@ -39,7 +39,10 @@ _PATIENCE = 5.0
 """Seconds that the template process waits for a child that was killed."""
 _MARK = "ATTNFUZZ_RUN"
 """As the reaper has it."""
-_OF_A_TEMPLATE = {_MARK, "TMPDIR", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTEST_CURRENT_TEST"}
+_OF_A_TEMPLATE = {
+    *(_MARK, "TMPDIR", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTEST_CURRENT_TEST"),
+    *("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"),
+}
 """Variables that differ between the template processes of one campaign, and that nothing reads at its import."""
 
 
@@ -52,11 +55,15 @@ def main(arguments: list[str]) -> None:
         _template(settings)
     else:
         os.set_inheritable(settings["socket"], False)
-        _child(settings["socket"], settings["board"])
+        _child(settings["socket"], settings["board"], settings["shares"])
 
 
 def _wire() -> ModuleType:
     return importlib.import_module("attnfuzz.harness.isolation.wire")
+
+
+def _sharing() -> ModuleType:
+    return importlib.import_module("attnfuzz.harness.isolation.sharing")
 
 
 def bind_to(parent: int, *, bound: bool) -> None:
@@ -67,7 +74,8 @@ def bind_to(parent: int, *, bound: bool) -> None:
         os._exit(0)
 
 
-def _child(connection_fd: int, board_fd: int) -> None:
+def _child(connection_fd: int, board_fd: int, shares: bool | None) -> None:
+    """Run tasks until the parent is gone. `shares`: the GPU, by the server in its environment; None: there is none."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):
         # If the machine runs out of memory, Linux kills this process before its parent.
@@ -81,7 +89,9 @@ def _child(connection_fd: int, board_fd: int) -> None:
     board = wire.Board(board_fd)
     os.close(board_fd)
     connection = wire.connect(high)
-    me = os.getpid()
+    me, sharing = os.getpid(), None if shares is None else _sharing()
+    if sharing is not None and not shares:
+        sharing.leave()
     while True:
         try:
             task = wire.receive(connection)
@@ -93,6 +103,9 @@ def _child(connection_fd: int, board_fd: int) -> None:
             # A fork that the task made and let return: the original process replies.
             os._exit(0)
         board.enter("end")
+        if sharing is not None and shares and reply["replace"] and sharing.device_is_broken():
+            # By this task or by that of another process: the parent has it run again.
+            reply["lost"] = True
         try:
             wire.send(connection, {"task": task["task"], **reply})
         except OSError:
@@ -173,7 +186,7 @@ def _serve(parent: socket.socket, settings: dict[str, Any], variables: dict[str,
         else:
             if pid == 0:
                 parent.close()
-                _forked(descriptors, here)
+                _forked(descriptors, here, request.get("shares"))
             children.add(pid)
             _answer(parent, {"pid": pid})
         for descriptor in descriptors:
@@ -270,7 +283,7 @@ def _end_alone(run: str, folder: str) -> NoReturn:
         os._exit(0)
 
 
-def _forked(descriptors: list[int], template: int) -> None:
+def _forked(descriptors: list[int], template: int, shares: bool | None) -> None:
     """Run as a forked child: in its own session, with output to the log; never return to the template process's loop."""
     try:
         connection, board, log = descriptors
@@ -279,7 +292,7 @@ def _forked(descriptors: list[int], template: int) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        _child(connection, board)
+        _child(connection, board, shares)
     finally:
         os._exit(1)
 

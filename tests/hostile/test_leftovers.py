@@ -33,7 +33,7 @@ from attnfuzz.harness.isolation.supervisor import Supervisor
 forkserver = Forkserver(["json"])
 supervisor = Supervisor(forkserver, memory=1 << 30)
 supervisor.run(Task("support.tasks:echo", {}, {}))
-print(forkserver.run, forkserver._folder, forkserver._reaper.pid, forkserver._template.pid, flush=True)
+print(forkserver.run, forkserver.folder, forkserver._reaper.pid, forkserver._template.pid, flush=True)
 supervisor.run(Task("support.tasks:dies", {"how": "c loop"}, {"kernel": 600.0}))
 """
 

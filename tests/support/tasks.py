@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -141,6 +144,43 @@ def dies_once(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
         marker.touch()
         os._exit(4)
     return "done", False
+
+
+def _shares() -> bool:
+    """Whether this process has a server in its environment through which it would share a GPU."""
+    return "CUDA_MPS_PIPE_DIRECTORY" in os.environ
+
+
+def dies_sharing(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
+    """End a process that shares the GPU."""
+    return dies(payload, enter) if _shares() else ("alone", False)
+
+
+def breaks_sharing(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
+    """Break the GPU for a process that shares it, and raise an error or ask to be replaced."""
+    enter("kernel")
+
+    def synchronize() -> None:
+        if payload.get("for_ever"):
+            time.sleep(600)
+        if _shares() or payload.get("anyway"):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(synchronize=synchronize))  # type: ignore[assignment]
+    if payload["how"] == "raise" and (_shares() or payload.get("anyway")):
+        raise RuntimeError("broken")
+    return "shares" if _shares() else "alone", payload["how"] == "replace"
+
+
+def impatient() -> None:
+    """Preloaded: a device that does not answer is waited for in vain for a moment only."""
+    importlib.import_module("attnfuzz.harness.isolation.sharing")._DEVICE_SECONDS = 0.2
+
+
+def ends_later(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
+    """End this process after its reply."""
+    threading.Timer(0.1, os._exit, [5]).start()
+    return os.getpid(), False
 
 
 def works(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:

@@ -72,13 +72,13 @@ def test_each_user_has_a_template_process_with_its_own_mark_and_folder(lender: F
             assert {each.pid for each in reaper.marked(forkserver.run)} >= {pid, template}
             variables = one.run(task("variables")) if forkserver is first else other.run(task("variables"))
             assert isinstance(variables, Reply)
-            assert variables.result["TMPDIR"] == forkserver._folder
+            assert variables.result["TMPDIR"] == forkserver.folder
             assert variables.result[reaper.MARK] == forkserver.run
         # One user's end is not the other's.
         one.close()
         assert [gone(each) for each in (pids[0], templates[0], pids[1], templates[1])] == [True, True, False, False]
         assert who(other) == pids[1]
-    assert not any(list(reaper.marked(each.run)) or Path(each._folder).exists() for each in (first, second))
+    assert not any(list(reaper.marked(each.run)) or Path(each.folder).exists() for each in (first, second))
 
 
 @pytest.mark.parametrize("how", ["segfault", "kill"])
@@ -109,7 +109,7 @@ def test_variables_that_an_import_sets_are_as_if_the_user_had_imported(monkeypat
             assert all(isinstance(each, Reply) for each in replies)
             of_lent, of_own = (each.result for each in replies if isinstance(each, Reply))
             assert of_lent["PATH"] == of_own["PATH"] == f"/of/a/library{os.pathsep}{os.environ['PATH']}"
-            assert of_lent["A_CACHE"] == f"{forkserver._folder}/cache"
+            assert of_lent["A_CACHE"] == f"{forkserver.folder}/cache"
             assert of_lent["CUDA_VISIBLE_DEVICES"] == "1"
 
 
@@ -162,7 +162,7 @@ def test_a_template_process_that_was_never_used_ends_with_its_user(lender: Forks
     forkserver.prepare()
     supervisor.close()
     wait_for(lambda: not list(reaper.marked(forkserver.run)))
-    assert not Path(forkserver._folder).exists()
+    assert not Path(forkserver.folder).exists()
 
 
 USER = """

@@ -41,7 +41,7 @@ def supervisor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     made.close()
     lender.close()
     assert not list(reaper.marked(forkserver.run))
-    assert not Path(forkserver._folder).exists()
+    assert not Path(forkserver.folder).exists()
 
 
 @pytest.fixture
@@ -331,7 +331,7 @@ from attnfuzz.harness.isolation.supervisor import Supervisor
 forkserver = Forkserver(["json"] if sys.argv[2] == "forked" else None)
 supervisor = Supervisor(forkserver, memory=1 << 30)
 supervisor.run(Task("support.tasks:echo", {}, {}))
-print(forkserver.run, forkserver._folder, flush=True)
+print(forkserver.run, forkserver.folder, flush=True)
 supervisor.run(Task("support.tasks:dies", {"how": sys.argv[3]}, {"kernel": 600.0}))
 """
 

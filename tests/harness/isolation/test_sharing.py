@@ -1,0 +1,303 @@
+"""Children that share the GPU: what happens to one is no result; sharing ends, and its task runs again without."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.engine import alive, wait_for
+from support.mps import QUIT, START, FakeServer
+from support.paths import TESTS
+
+from attnfuzz.harness.isolation import reaper, sharing, worker
+from attnfuzz.harness.isolation.forkserver import Forkserver
+from attnfuzz.harness.isolation.outcomes import Death, Error, Reply, Task
+from attnfuzz.harness.isolation.root import Root
+from attnfuzz.harness.isolation.sharing import NotShared, Sharing
+from attnfuzz.harness.isolation.supervisor import Supervisor
+
+DEADLINES = {"kernel": 20.0, "start": 20.0, "end": 20.0}
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    for name in sharing.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sharing, "_USUAL", tmp_path / "none")
+    monkeypatch.syspath_prepend(str(TESTS))
+    return FakeServer(tmp_path / "bin", monkeypatch)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path: pytest's own may be too long for a socket."""
+    with tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp") as made:
+        yield Path(made) / "mps"
+
+
+@pytest.fixture
+def shared(server: FakeServer, folder: Path) -> Iterator[Sharing]:
+    made = sharing.start(folder, {}, [])
+    yield made
+    made.close()
+    assert not alive([server.pid])
+
+
+@pytest.fixture(params=["forked", "lent", "spawned"])
+def supervisor(request: pytest.FixtureRequest, shared: Sharing) -> Iterator[Supervisor]:
+    with closing(Forkserver(["json"])) as lender:
+        root = Root(lender.lend()) if request.param == "lent" else None
+        preload = None if request.param == "spawned" else ["json"]
+        with closing(Supervisor(Forkserver(preload, shared.variables, root), memory=1 << 29)) as made:
+            yield made
+
+
+def task(name: str, kernel: float = 20.0, **payload: object) -> Task:
+    return Task(f"support.tasks:{name}", payload, {**DEADLINES, "kernel": kernel})
+
+
+def mps_variables(supervisor: Supervisor) -> dict[str, str]:
+    reply = supervisor.run(task("variables"))
+    assert isinstance(reply, Reply)
+    return {name: value for name, value in reply.result.items() if name in sharing.VARIABLES}
+
+
+def assert_ended(shared: Sharing, server: FakeServer, supervisor: Supervisor, why: str) -> None:
+    ended = shared.ended()
+    assert ended is not None
+    assert why in ended.why
+    assert abs(ended.at - time.time()) < 60
+    assert not shared.on()
+    assert server.calls == [START, QUIT], "once"
+    assert not mps_variables(supervisor)
+    assert not any(each.shares for each in supervisor._children.living)
+
+
+def test_children_share_until_sharing_ends(supervisor: Supervisor, shared: Sharing, server: FakeServer) -> None:
+    assert mps_variables(supervisor) == shared.variables
+    assert supervisor.run(task("who")) == supervisor.run(task("who"))
+    assert shared.on()
+    assert shared.ended() is None
+    shared.end("planted")
+    assert_ended(shared, server, supervisor, "planted")
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("segfault", "a process ended in stage kernel"),
+        ("kill", "a process ended in stage kernel"),
+        ("exit", "a process ended in stage kernel"),
+        ("loop", "hang in stage kernel"),
+        ("rubbish", "pipe in stage kernel"),
+    ],
+)
+def test_a_death_is_no_result(supervisor: Supervisor, shared: Sharing, server: FakeServer, how: str, why: str) -> None:
+    assert supervisor.run(task("dies_sharing", 1.0 if how == "loop" else 20.0, how=how)) == Reply("alone")
+    assert_ended(shared, server, supervisor, why)
+    assert supervisor.statistics.disturbances.killed == 0
+    assert supervisor.take_late_death() is None
+
+
+def test_what_ends_a_process_that_has_the_gpu_for_itself_is_a_result(supervisor: Supervisor, shared: Sharing) -> None:
+    found = supervisor.run(task("dies", how="segfault"))
+    assert isinstance(found, Death)
+    assert found.signal == "SIGSEGV"
+    assert not shared.on()
+    assert supervisor.statistics.children >= 2
+
+
+def test_a_lack_of_host_memory_is_a_result_and_ends_nothing(supervisor: Supervisor, shared: Sharing) -> None:
+    found = supervisor.run(task("dies_sharing", how="memory"))
+    assert isinstance(found, Death)
+    assert found.why == "memory"
+    assert shared.on()
+
+
+@pytest.mark.parametrize("how", ["raise", "replace"])
+def test_an_answer_of_a_broken_device_is_no_result(supervisor: Supervisor, shared: Sharing, server: FakeServer, how: str) -> None:
+    assert supervisor.run(task("breaks_sharing", how=how)) == Reply("alone")
+    assert_ended(shared, server, supervisor, "the GPU no longer worked")
+
+
+def test_a_device_that_does_not_answer_is_broken(shared: Sharing, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Supervisor(Forkserver(["support.tasks:impatient"], shared.variables), memory=1 << 29)) as supervisor:
+        assert supervisor.run(task("breaks_sharing", how="replace", for_ever=True)) == Reply("alone")
+        assert_ended(shared, server, supervisor, "the GPU no longer worked")
+
+
+def test_an_error_of_a_device_that_works_is_a_result(supervisor: Supervisor, shared: Sharing) -> None:
+    assert isinstance(supervisor.run(task("dies", how="raise")), Error)
+    assert shared.on()
+    assert mps_variables(supervisor) == shared.variables
+
+
+def test_an_error_of_a_broken_device_that_is_not_shared_is_a_result(supervisor: Supervisor, shared: Sharing) -> None:
+    found = supervisor.run(task("breaks_sharing", how="raise", anyway=True))
+    assert isinstance(found, Error), "of the second run: it ends"
+    assert not shared.on()
+
+
+def test_a_death_between_two_tasks_is_not_the_kernels(supervisor: Supervisor, shared: Sharing, server: FakeServer) -> None:
+    reply = supervisor.run(task("ends_later"))
+    assert isinstance(reply, Reply)
+    [child] = supervisor._children.idle
+    wait_for(child.gone)
+    assert supervisor.run(task("echo", number=3)) == Reply({"number": 3})
+    assert supervisor.take_late_death() is None
+    assert_ended(shared, server, supervisor, "between two tasks")
+
+
+@pytest.mark.parametrize("name", ["dies_sharing", "breaks_sharing"])
+def test_a_first_task_that_fails_is_tried_without_sharing(shared: Sharing, server: FakeServer, name: str) -> None:
+    warm = task(name, how="exit" if name == "dies_sharing" else "raise")
+    with closing(Supervisor(Forkserver(["json"], shared.variables), memory=1 << 29, warm=warm)) as supervisor:
+        assert supervisor.run(task("echo", number=3)) == Reply({"number": 3})
+        assert_ended(shared, server, supervisor, "could not be made ready")
+
+
+def test_the_task_of_another_worker_is_run_again_as_well(shared: Sharing, server: FakeServer, tmp_path: Path) -> None:
+    """One's fault ends the server, which ends the other's process: here the test kills it."""
+    one, other = (Supervisor(Forkserver(["json"], shared.variables), memory=1 << 29) for _ in range(2))
+    with closing(one), closing(other):
+        running = other.begin(task("once", mark=str(tmp_path / "mark")))
+        wait_for(lambda: list(tmp_path.glob("mark.*")))
+        assert one.run(task("dies_sharing", how="exit")) == Reply("alone")
+        assert running.child.shares
+        os.kill(running.child.pid, signal.SIGKILL)
+        assert other.finish(running) == Reply("done")
+        assert not running.child.shares
+        assert other.statistics.disturbances.killed == 0
+        assert_ended(shared, server, other, "a process ended")
+
+
+def test_sharing_ends_before_a_task_at_work_is_ended(shared: Sharing, server: FakeServer) -> None:
+    with closing(Supervisor(Forkserver(["json"], shared.variables), memory=1 << 29)) as supervisor:
+        running = supervisor.begin(task("dies", how="loop"))
+        assert supervisor.finish(running, until=time.monotonic() + 0.3) is None
+        assert_ended(shared, server, supervisor, "at work")
+
+
+def test_spares_that_share_are_not_used_after_its_end(shared: Sharing, server: FakeServer) -> None:
+    with closing(Supervisor(Forkserver(["json"], shared.variables), memory=1 << 29, spares=2)) as supervisor:
+        supervisor.run(task("echo"))
+        supervisor.settle()
+        assert len(supervisor._children._ready) == 2
+        shared.end("planted")
+        assert_ended(shared, server, supervisor, "planted")
+
+
+def test_sharing_ends_where_others_cannot_be_told(shared: Sharing, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def full(path: object, *rest: int) -> int:
+        if str(path).endswith("off"):
+            raise OSError(28, os.strerror(28))
+        return opened(path, *rest)  # type: ignore[call-overload]
+
+    with closing(Supervisor(Forkserver(["json"], shared.variables), memory=1 << 29)) as supervisor:
+        with monkeypatch.context() as patch:
+            patch.setattr(sharing.os, "open", full)
+            assert supervisor._forkserver.sharing is not None
+            supervisor._forkserver.sharing.end("planted")
+        assert server.calls == [START, QUIT]
+        assert not mps_variables(supervisor)
+
+
+def test_a_process_without_the_variables_does_not_share(shared: Sharing) -> None:
+    with closing(Supervisor(Forkserver(["json"]), memory=1 << 29)) as supervisor:
+        assert supervisor._forkserver.sharing is None
+        assert not mps_variables(supervisor)
+
+
+def test_a_server_of_the_users_is_left_alone(server: FakeServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    own = dict.fromkeys(sharing.VARIABLES, str(folder))
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+        with pytest.raises(NotShared, match=f"{name} is set"):
+            sharing.start(folder / "ours", {}, [])
+        monkeypatch.delenv(name)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    with closing(Supervisor(Forkserver(["json"]), memory=1 << 29)) as supervisor:
+        assert mps_variables(supervisor) == own
+        assert isinstance(supervisor.run(task("dies", how="exit")), Death)
+        assert mps_variables(supervisor) == own
+    assert server.calls == []
+
+
+def test_a_server_with_the_usual_folder_is_left_alone(
+    server: FakeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "usual").mkdir()
+    (tmp_path / "usual" / "control").touch()
+    monkeypatch.setattr(sharing, "_USUAL", tmp_path / "usual")
+    with pytest.raises(NotShared, match="MPS server of the user's"):
+        sharing.start(folder, {}, [])
+    assert server.calls == []
+
+
+def test_why_there_is_no_server(folder: Path, tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotShared, match="too long"):
+        sharing.start(folder / ("x" * 100), {}, [])
+    FakeServer(tmp_path / "bin", monkeypatch, "#!/bin/sh\nexit 3\n")
+    with pytest.raises(NotShared, match="ended with exit code 3"):
+        sharing.start(folder, {}, [])
+    FakeServer(tmp_path / "bin", monkeypatch, "#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(sharing, "_START_SECONDS", 0.3)
+    with pytest.raises(NotShared, match="did not start"):
+        sharing.start(folder.with_name("other"), {}, [])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NotShared, match="not on the PATH"):
+        sharing.start(folder, {}, [])
+
+
+@pytest.mark.parametrize(("usable", "visible"), [(["1"], "all"), (["GPU-1"], "GPU-1"), ([], "all")])
+def test_the_server_counts_gpus_as_its_clients_do(
+    server: FakeServer, folder: Path, monkeypatch: pytest.MonkeyPatch, usable: list[str], visible: str
+) -> None:
+    if usable:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", usable[0])
+    sharing.start(folder, {}, usable).close()
+    assert server.calls == [f"start {visible}", QUIT]
+
+
+def test_the_variables_may_differ_between_template_processes() -> None:
+    assert set(sharing.VARIABLES) <= worker._OF_A_TEMPLATE
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from attnfuzz.harness.isolation import reaper, sharing
+from attnfuzz.harness.isolation.forkserver import Forkserver
+sharing._USUAL = Path("/nowhere")
+lender = Forkserver(["json"])
+lender.prepare()
+made = sharing.start(Path(lender.folder) / "mps", {reaper.MARK: lender.run}, [])
+print(lender.run, lender.folder, flush=True)
+time.sleep(600)
+"""
+
+
+def test_kill_9_leaves_neither_the_server_nor_its_folder(server: FakeServer) -> None:
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        run, folder = process.stdout.readline().split()
+        assert server.pid in {each.pid for each in reaper.marked(run)}
+        assert Path(folder, "mps", "control").exists()
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: not list(reaper.marked(run)) and not Path(folder).exists())
+    assert not alive([server.pid])

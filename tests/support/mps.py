@@ -1,0 +1,48 @@
+"""A stand-in for CUDA's MPS: a program that makes its pipe, ends when it is told to, and keeps what it was told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from attnfuzz.harness.isolation.sharing import CONTROL
+
+_PROGRAM = """#!/bin/sh
+here=$(dirname "$0")
+if [ "$1" = -f ]; then
+    echo "start ${CUDA_VISIBLE_DEVICES-all}" >> "$here/calls"
+    echo $$ > "$here/pid"
+    touch "$CUDA_MPS_PIPE_DIRECTORY/control"
+    while [ -e "$CUDA_MPS_PIPE_DIRECTORY/control" ]; do sleep 0.05; done
+else
+    read line
+    echo "$line" >> "$here/calls"
+    rm -f "$CUDA_MPS_PIPE_DIRECTORY/control"
+fi
+"""
+START, QUIT = "start all", "quit -t 1"
+
+
+class FakeServer:
+    """The program, first on the PATH."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, program: str = _PROGRAM) -> None:
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+        (folder / CONTROL).write_text(program)
+        (folder / CONTROL).chmod(0o700)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    @property
+    def calls(self) -> list[str]:
+        """What it was told, in order."""
+        calls = self._folder / "calls"
+        return calls.read_text().splitlines() if calls.exists() else []
+
+    @property
+    def pid(self) -> int:
+        """The number of the process that was started last."""
+        return int((self._folder / "pid").read_text())
