@@ -105,6 +105,8 @@ def _run_campaign(
             listener(each)
         coordinator = Coordinator(context, states, executing, settings.workers if processes else 1)
         coordinator.broken += refused
+        if processes:
+            coordinator.shared_gpu = processes.shared_gpu
         work = partial(processes.work, coordinator) if processes else _worker(coordinator, executing).work
         return _run(coordinator, work, skipped, start)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 from attnfuzz.harness.campaign.compiles import CompileService, KeyState, Wanted
@@ -18,6 +18,7 @@ from attnfuzz.harness.campaign.events import (
     KernelSkipped,
     KernelSummary,
     Phase,
+    SharedGpu,
     TrialFinished,
 )
 from attnfuzz.harness.campaign.journal import LeftBehind
@@ -57,6 +58,8 @@ class Coordinator:
         self.states = {each.kernel.name: each for each in states}
         self.broken: list[KernelBroke] = []
         self.errors: list[Exception] = []
+        self.shared_gpu: Callable[[], SharedGpu | None] = lambda: None
+        """Returns how long the workers have shared the GPU; None: they were not to."""
         self._begun: float | None = None
         """When the first turn began."""
         self._had_turns: set[int] = set()
@@ -268,6 +271,7 @@ class Coordinator:
             lost=lost,
             not_kept=not_kept,
             seed=self.context.settings.seed,
+            shared_gpu=self.shared_gpu(),
         )
         self.context.listener(finished)
         return finished

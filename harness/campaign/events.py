@@ -270,6 +270,24 @@ class KernelFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedGpu:
+    """How long the workers shared GPUs by CUDA's MPS, where they were to. `reason`: why no longer; None: they did to the end.
+
+    `seconds`: from the start of the server; None: they never did.
+    """
+
+    seconds: float | None
+    reason: str | None = None
+
+    def describe(self) -> str:
+        """Return it in words."""
+        if self.seconds is None:
+            return f"the workers did not share the GPU by MPS: {self.reason}"
+        text = f"the workers shared the GPU by MPS for {self.seconds:.1f} s"
+        return text if self.reason is None else f"{text}, until {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
 class CampaignFinished:
     """The run is over. `interrupted`: by the user; the findings until then are in the summaries."""
 
@@ -285,6 +303,8 @@ class CampaignFinished:
     """Why Cases could not be written to disk, where they could not; such findings have no path."""
     seed: int | None = None
     """None: the results are of runs with several seeds."""
+    shared_gpu: SharedGpu | None = None
+    """None: the workers were not to share the GPU."""
 
     @property
     def findings(self) -> tuple[Finding, ...]:

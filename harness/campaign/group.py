@@ -11,7 +11,7 @@ from typing import Any
 
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.coordinator import Coordinator
-from attnfuzz.harness.campaign.events import CaseSkipped
+from attnfuzz.harness.campaign.events import CaseSkipped, SharedGpu
 from attnfuzz.harness.campaign.journal import LeftBehind, left_behind
 from attnfuzz.harness.campaign.link import Turn
 from attnfuzz.harness.campaign.process import Answer, Message
@@ -114,6 +114,10 @@ class WorkerGroup:
 
     def root(self) -> Root | None:
         """Return what forks template processes for the campaign's own process; None: nothing does."""
+        return None
+
+    def shared_gpu(self) -> SharedGpu | None:
+        """Return how long the workers have shared the GPU; None: they were not to."""
         return None
 
     def _start(self, number: int) -> None:

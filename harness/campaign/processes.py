@@ -8,22 +8,27 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.coordinator import Coordinator
+from attnfuzz.harness.campaign.events import SharedGpu
 from attnfuzz.harness.campaign.group import GroupWorker, WorkerGroup
 from attnfuzz.harness.campaign.journal import LeftBehind
 from attnfuzz.harness.campaign.process import Answer, Assignment, Message
 from attnfuzz.harness.core.bytecode import bytecode_variables
 from attnfuzz.harness.core.gpus import gpus
+from attnfuzz.harness.isolation import reaper, sharing
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.isolated import child_variables
 from attnfuzz.harness.isolation.memory import share_of_memory
 from attnfuzz.harness.isolation.root import Root
+from attnfuzz.harness.isolation.sharing import NotShared, Sharing
 from attnfuzz.harness.isolation.tasks import preloads
 from attnfuzz.kernels.contract import Kernel
 
@@ -117,16 +122,44 @@ class WorkerProcesses(WorkerGroup):
         self._lender = (
             None if settings.in_process else Forkserver(preloads(settings.device, backends), child_variables(settings.device))
         )
+        self._began = time.time()
+        self._sharing = self._started_sharing()
         # Half of the cores are the compiler's, which may have much to do.
         for _ in range(max(1, min(settings.workers, len(os.sched_getaffinity(0)) // 2))):
             self._start(self._numbers.popleft())
 
     def _start(self, number: int) -> None:
         more = {"CUDA_VISIBLE_DEVICES": self._gpus[number % len(self._gpus)]} if self._gpus else {}
+        if isinstance(self._sharing, Sharing):
+            more |= self._sharing.variables
         process, connection = start_process(sys.path, more, self._lender.lend() if self._lender else None)
         self._living.append(_Process(number, process, connection))
         with contextlib.suppress(OSError):  # it is gone already, which is noticed soon
             connection.send(self._assignment)
+
+    def _started_sharing(self) -> Sharing | NotShared | None:
+        """Start what workers share GPUs by; returns why not, or None where that is not wanted."""
+        if not self._context.settings.share_gpu:
+            return None
+        try:
+            if not self._several_on_a_gpu() or self._lender is None:
+                raise NotShared("no GPU has several workers")
+            # The mark and the folder of this run: its reaper ends the server however this process ends.
+            return sharing.start(Path(self._lender.folder) / "mps", {reaper.MARK: self._lender.run}, self._gpus)
+        except NotShared as reason:
+            return reason
+
+    def _several_on_a_gpu(self) -> bool:
+        return self._context.settings.device == "cuda" and max(1, len(self._gpus)) < self._count
+
+    def shared_gpu(self) -> SharedGpu | None:
+        """Return how long the workers have shared the GPU; None: they were not to."""
+        if self._sharing is None:
+            return None
+        if isinstance(self._sharing, NotShared):
+            return SharedGpu(None, str(self._sharing))
+        ended = self._sharing.ended()
+        return SharedGpu((ended.at if ended else time.time()) - self._began, ended.why if ended else None)
 
     def root(self) -> Root | None:
         """Return what forks template processes."""
@@ -135,6 +168,8 @@ class WorkerProcesses(WorkerGroup):
     def close(self) -> None:
         """End every worker that is left, and what forks their template processes."""
         super().close()
+        if isinstance(self._sharing, Sharing):
+            self._sharing.close()
         if self._lender:
             self._lender.close()
 

@@ -1,0 +1,146 @@
+"""Workers that share a GPU by CUDA's MPS, with a stand-in for its server and on the CPU: who shares, until when, what is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.engine import Compiling, alive, campaign, descendants, tried, wait_for, workers_of
+from support.mps import QUIT, START, FakeServer
+
+from attnfuzz.harness.campaign import processes
+from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.events import CampaignFinished, SharedGpu
+from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.isolation import reaper, sharing
+from attnfuzz.kernels.contract import Built, Config, Device
+from attnfuzz.kernels.problem import Problem
+
+_several_on_a_gpu = processes.WorkerProcesses._several_on_a_gpu
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    """On the CPU as on a GPU that all workers use."""
+    for name in sharing.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sharing, "_USUAL", tmp_path / "none")
+    monkeypatch.setattr(processes.WorkerProcesses, "_several_on_a_gpu", lambda _: True)
+    # A short path: pytest's own may be too long for a socket.
+    with tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        made = FakeServer(tmp_path / "bin", monkeypatch)
+        yield made
+        assert not made.calls or not alive([made.pid])
+        assert not list(Path(folder).glob("attnfuzz-*"))
+
+
+def shared_gpu(done: CampaignFinished) -> SharedGpu:
+    assert done.shared_gpu is not None
+    return done.shared_gpu
+
+
+class Telling(Compiling):
+    """Leaves a file for each process that builds it, which says whether it shares the GPU, in a folder of its run."""
+
+    def build(self, problem: Problem, config: Config, device: Device) -> Built:
+        run = self.folder / os.environ[reaper.MARK]
+        run.mkdir(exist_ok=True)
+        (run / str(os.getpid())).write_text(os.environ.get(sharing.VARIABLES[0], "alone"))
+        return super().build(problem, config, device)
+
+
+def test_the_children_of_workers_share_and_those_that_compile_do_not(tmp_path: Path, server: FakeServer) -> None:
+    folder = tmp_path / "told"
+    folder.mkdir()
+    done, events = campaign([Telling("test.telling", 0.0, folder)], None, max_examples=8, workers=2, share_gpu=True)
+    assert len(tried(events)) == 8
+    found = shared_gpu(done)
+    assert found.reason is None
+    assert found.seconds is not None
+    assert 0 < found.seconds < 600
+    told = [{each.read_text() for each in run.iterdir()} for run in folder.iterdir() if run.is_dir()]
+    assert all(len(each) == 1 for each in told)
+    assert [each for each in told if each == {"alone"}] == [{"alone"}], "the campaign's own"
+    assert {Path(name).name for each in told for name in each if each != {"alone"}} == {"mps"}
+    assert server.calls == [START, QUIT]
+
+
+def test_a_crash_ends_sharing_and_is_found_by_a_process_that_does_not(server: FakeServer, tmp_path: Path) -> None:
+    done, _ = campaign(["fault.abort"], tmp_path / "out", max_examples=30, max_failures=1, workers=2, share_gpu=True)
+    assert {each.identity.kind for each in done.findings} == {"crash"}
+    alone, _ = campaign(["fault.abort"], None, max_examples=30, max_failures=1, workers=2)
+    assert {each.identity for each in done.findings} == {each.identity for each in alone.findings}
+    found = shared_gpu(done)
+    assert found.reason is not None
+    assert "a process ended in stage kernel" in found.describe()
+    assert server.calls == [START, QUIT], "once"
+    assert not any(each.disturbances.killed for each in done.summaries)
+    assert alone.shared_gpu is None
+
+
+def test_without_a_server_the_workers_do_not_share(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/of/the/user")
+    done, events = campaign(["torch.reference_cpu"], None, max_examples=4, workers=2, share_gpu=True)
+    assert len(tried(events)) == 4
+    text = "the workers did not share the GPU by MPS: CUDA_MPS_PIPE_DIRECTORY is set"
+    assert shared_gpu(done).describe().startswith(text)
+    assert server.calls == []
+
+
+def test_one_worker_on_each_gpu_shares_nothing(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes.WorkerProcesses, "_several_on_a_gpu", _several_on_a_gpu)
+    done, _ = campaign(["torch.reference_cpu"], None, max_examples=2, workers=2, share_gpu=True)
+    assert shared_gpu(done) == SharedGpu(None, "no GPU has several workers")
+    assert server.calls == []
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "workers", "several"),
+    [("cuda", ["0"], 2, True), ("cuda", [], 2, True), ("cuda", ["0", "1"], 2, False), ("cpu", [], 2, False)],
+)
+def test_where_a_gpu_has_several_workers(device: Device, gpus: list[str], workers: int, several: bool) -> None:
+    group = processes.WorkerProcesses.__new__(processes.WorkerProcesses)
+    group._context, group._count = CampaignContext(Settings(device, workers=workers)), workers
+    group._gpus = gpus
+    assert _several_on_a_gpu(group) == several
+
+
+PROGRAM = """
+import sys, tempfile
+from pathlib import Path
+from support.engine import SLEEPER, campaign
+from attnfuzz.harness.campaign import processes
+from attnfuzz.harness.isolation import sharing
+sharing._USUAL = Path("/nowhere")
+processes.WorkerProcesses._several_on_a_gpu = lambda _: True
+campaign([SLEEPER], None, lambda each: print(type(each).__name__, flush=True), max_examples=4000, workers=2, share_gpu=True)
+"""
+
+
+def test_kill_9_of_the_campaign_leaves_neither_the_server_nor_its_folder(server: FakeServer) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": tempfile.gettempdir(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert run.stdout is not None
+    try:
+        while "TrialFinished" not in (line := run.stdout.readline()):
+            assert line, "it has ended"
+        theirs = descendants(run.pid)
+        assert workers_of(run.pid)
+        assert server.pid in theirs
+        assert list(Path(tempfile.gettempdir()).glob("attnfuzz-*/mps/control"))
+    finally:
+        run.kill()
+        run.wait()
+    wait_for(lambda: not alive(theirs), 15)
+    wait_for(lambda: not list(Path(tempfile.gettempdir()).glob("attnfuzz-*")), 15)
+    assert server.calls == [START]
