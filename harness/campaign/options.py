@@ -68,6 +68,8 @@ OPTIONS = (
            only="click"),
     Option("out", "Folder of case files.", "DIR", default=".attnfuzz"),
     Option("workers", "Processes that draw Cases and try them; auto fills the machine.", "N|auto", default="auto", only="click"),
+    _flag("share-gpu", "Start a server of CUDA's MPS for workers of one GPU, until one of them breaks the GPU for the others.",
+          only="click"),
     Option("jobs", "Compiles at once [default: the cores].", "N", int, least=1),
     Option("deadline", "Time limit of each stage of a trial [default: 60s].", "60s"),
     Option("memory", "Memory that a child process may hold, in GiB [default: half of the machine's].", "GIB", float,
@@ -109,6 +111,7 @@ def settings_from(values: Mapping[str, Any], device: Device, **more: Any) -> Set
         "maps": not values["no_maps"],
         "plain": values.get("plain", False),
         "replay": not values.get("no_replay"),
+        "share_gpu": values.get("share_gpu", False),
         "workers": _workers(values.get("workers", "1"), device, values["in_process"]),
         **_shard(values.get("shard")),
     }

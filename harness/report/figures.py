@@ -138,6 +138,8 @@ class Figures:
             yield f"stopped early: {done.lost}"
         if done.interrupted:
             yield "interrupted"
+        if done.shared_gpu:
+            yield done.shared_gpu.describe()
 
 
 def _failure(failure: Finding) -> str:

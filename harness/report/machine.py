@@ -31,6 +31,7 @@ def campaign_object(finished: CampaignFinished) -> dict[str, Any]:
         "lost": finished.lost,
         "not_kept": finished.not_kept,
         "seed": finished.seed,
+        "shared_gpu": finished.shared_gpu and msgspec.to_builtins(finished.shared_gpu),
     }
 
 

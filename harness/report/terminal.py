@@ -219,6 +219,8 @@ class Terminal:
         if event.not_kept:
             text = f"not all cases could be written to disk: {event.not_kept}; save a case that is printed above as a case file"
             self.console.print(f"[red]{escape(text)}[/]", highlight=False, soft_wrap=True)
+        if event.shared_gpu and event.shared_gpu.seconds is not None and self._verbosity != "quiet":
+            self.console.print(event.shared_gpu.describe(), highlight=False, soft_wrap=True, markup=False)
         if event.lost:
             self.console.print(f"[red]stopped early: {escape(event.lost)}[/]", highlight=False, soft_wrap=True)
         for line in never_drawn_lines(event) if self._tried and self._verbosity != "quiet" else ():

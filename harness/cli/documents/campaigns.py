@@ -8,6 +8,7 @@ import msgspec
 
 from attnfuzz.harness.campaign.account import Times
 from attnfuzz.harness.campaign.coverage import Worst
+from attnfuzz.harness.campaign.events import SharedGpu
 from attnfuzz.harness.cli.documents.common import CaseObject, ExplanationText, Format, LedgerError, Project
 from attnfuzz.harness.gate.result import Waiver
 from attnfuzz.harness.isolation.disturbances import Disturbances
@@ -98,7 +99,7 @@ class RunFailure(msgspec.Struct):
 
 
 class Campaign(msgspec.Struct):
-    """The result of a run, or of several as one."""
+    """The result of a run, or of several as one. `shared_gpu`: null where the workers were not to share it by CUDA's MPS."""
 
     kernels: list[KernelRow]
     skipped: list[Skipped]
@@ -110,6 +111,7 @@ class Campaign(msgspec.Struct):
     lost: str | None
     not_kept: str | None
     seed: int
+    shared_gpu: SharedGpu | None
 
 
 class Run(Campaign):
