@@ -179,6 +179,8 @@ class Children:
             for child in [each for each in waiting if each.shares]:
                 waiting.remove(child)
                 self.discard(child)
+                # As in `renew`.
+                self._statistics.replaced -= 1
 
     def _fill(self, *, fresh: bool) -> None:
         """Start spares: of several, one has built nothing; a single one is of the kind that was wanted last."""

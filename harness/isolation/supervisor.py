@@ -25,6 +25,8 @@ _TICK = 0.05
 _USAGE_TICK, _LATE_TICK = 0.5, 0.1
 """Seconds between two looks at what a child uses, and where its deadline seems to be over."""
 _LONG_PAUSE = 5.0
+_AFTER_SHARING = 10.0
+"""Seconds after the end of sharing in which a task may end whose child shares the GPU: it may wait for a server that is gone."""
 _SWEEP_EVERY = 50
 """Tasks after which processes that children left behind are killed, even if no child died."""
 
@@ -45,6 +47,8 @@ class Running:
     """Its child must have run nothing before."""
     again: bool = False
     """Another child ended before it started the task."""
+    unshared: float | None = None
+    """When it was seen that sharing has ended, where its child shares the GPU."""
     disturbed: list[Disturbance] = field(default_factory=list)
     """How children ended that were, or may have been, killed or stopped from outside."""
 
@@ -292,6 +296,9 @@ class Supervisor:
             return None
         running.looked = now
         child.output_size()
+        if self._waits_in_vain(running, now):
+            self._children.discard(child)
+            raise _SharedError
         stage, since = _stage(child, running)
         limit = running.task.deadlines.get(stage, START_DEADLINE)
         times, held = running.time, child.memory()
@@ -310,6 +317,13 @@ class Supervisor:
         if times.late(now, limit) and not child.answers():
             return self._death(child, running, "hang", limit)
         return None
+
+    def _waits_in_vain(self, running: Running, now: float) -> bool:
+        """Whether a child shares the GPU that has had its time to end since sharing has ended."""
+        if not running.child.shares or self._forkserver.sharing is None or self._forkserver.sharing.on():
+            return False
+        running.unshared = now if running.unshared is None else running.unshared
+        return now - running.unshared > _AFTER_SHARING
 
     def _death(
         self,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from attnfuzz.harness.isolation.sharing import CONTROL
+from attnfuzz.harness.isolation.sharing import CONTROL, VARIABLES
+from attnfuzz.kernels.faults.host import FaultyReference
+from attnfuzz.kernels.problem import Problem
 
 _PROGRAM = """#!/bin/sh
 here=$(dirname "$0")
@@ -46,3 +49,13 @@ class FakeServer:
     def pid(self) -> int:
         """The number of the process that was started last."""
         return int((self._folder / "pid").read_text())
+
+
+def _die_where_shared(_: Problem, __: Any) -> None:
+    if VARIABLES[0] in os.environ:
+        os._exit(3)
+
+
+DIES_WHERE_SHARED = FaultyReference("test.dies_where_shared", _die_where_shared)
+"""Ends a process that shares the GPU, and is right in others."""
+DIES_WHERE_SHARED.files = (__file__,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from support.engine import Compiling, alive, campaign, descendants, tried, wait_for, workers_of
 from support.mps import QUIT, START, FakeServer
 
@@ -17,6 +19,7 @@ from attnfuzz.harness.campaign import processes
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.events import CampaignFinished, SharedGpu
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.cli.main import main
 from attnfuzz.harness.isolation import reaper, sharing
 from attnfuzz.kernels.contract import Built, Config, Device
 from attnfuzz.kernels.problem import Problem
@@ -30,6 +33,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServ
     for name in sharing.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sharing, "_USUAL", tmp_path / "none")
+    # What is marked there as compiled is not compiled again.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(processes.WorkerProcesses, "_several_on_a_gpu", lambda _: True)
     # A short path: pytest's own may be too long for a socket.
     with tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp") as folder:
@@ -98,6 +103,27 @@ def test_one_worker_on_each_gpu_shares_nothing(server: FakeServer, monkeypatch: 
     done, _ = campaign(["torch.reference_cpu"], None, max_examples=2, workers=2, share_gpu=True)
     assert shared_gpu(done) == SharedGpu(None, "no GPU has several workers")
     assert server.calls == []
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_run_says_for_how_long_its_workers_shared_the_gpu(as_json: bool, server: FakeServer, tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--max-examples", "2", "--workers", "2", "--share-gpu", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, ["run", "torch.reference_cpu", *options, *(["--json"] if as_json else [])])
+    assert result.exit_code == 0, result.output
+    if as_json:
+        found = json.loads(result.stdout)["shared_gpu"]
+        assert found["seconds"] > 0
+        assert found["reason"] is None
+    else:
+        assert "share_gpu=True" in result.output
+        assert "the workers shared the GPU by MPS for " in result.output
+    assert server.calls == [START, QUIT]
+
+
+def test_a_fleet_starts_no_server() -> None:
+    result = CliRunner().invoke(main, ["fleet", "torch.reference_cpu", "--share-gpu"])
+    assert result.exit_code == 2
+    assert "the workers of a fleet start no MPS server" in result.output
 
 
 @pytest.mark.parametrize(

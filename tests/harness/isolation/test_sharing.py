@@ -13,16 +13,22 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support.engine import alive, wait_for
-from support.mps import QUIT, START, FakeServer
+from support.mps import DIES_WHERE_SHARED, QUIT, START, FakeServer
 from support.paths import TESTS
 
 from attnfuzz.harness.isolation import reaper, sharing, worker
+from attnfuzz.harness.isolation import supervisor as supervisor_module
 from attnfuzz.harness.isolation.forkserver import Forkserver
+from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.outcomes import Death, Error, Reply, Task
 from attnfuzz.harness.isolation.root import Root
 from attnfuzz.harness.isolation.sharing import NotShared, Sharing
 from attnfuzz.harness.isolation.supervisor import Supervisor
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case, Recipe
 
 DEADLINES = {"kernel": 20.0, "start": 20.0, "end": 20.0}
 
@@ -177,6 +183,36 @@ def test_the_task_of_another_worker_is_run_again_as_well(shared: Sharing, server
         assert not running.child.shares
         assert other.statistics.disturbances.killed == 0
         assert_ended(shared, server, other, "a process ended")
+
+
+def test_a_task_that_waits_for_a_server_that_is_gone_is_run_again(
+    shared: Sharing, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_AFTER_SHARING", 0.3)
+    with closing(Supervisor(Forkserver(["json"], shared.variables), memory=1 << 29)) as supervisor:
+        running = supervisor.begin(task("once", mark=str(tmp_path / "mark")))
+        wait_for(lambda: list(tmp_path.glob("mark.*")))
+        shared.end("planted")
+        assert supervisor.finish(running) == Reply("done")
+        assert not running.child.shares
+        assert_ended(shared, server, supervisor, "planted")
+
+
+def test_a_batch_that_is_lost_is_run_again_as_the_same_batch(shared: Sharing) -> None:
+    registry.register(DIES_WHERE_SHARED)
+    try:
+        with closing(Isolated("cpu", variables=shared.variables, spares=0)) as executor:
+            problem = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=16, dtype="float32")
+            [config] = DIES_WHERE_SHARED.configs(problem)[:1]
+            alone = Case(kernel=DIES_WHERE_SHARED.name, problem=problem, config=config)
+            cases = [replace(alone, recipe=Recipe(seed=number)) for number in range(5)]
+            verdicts = executor.batch(cases)
+            assert [each.failures for each in verdicts] == [()] * 5
+            assert executor.statistics.tasks == 2, "what describes the device, and the batch"
+            assert executor.statistics.batches_lost == 0
+        assert not shared.on()
+    finally:
+        registry.unregister(DIES_WHERE_SHARED.name)
 
 
 def test_sharing_ends_before_a_task_at_work_is_ended(shared: Sharing, server: FakeServer) -> None:
