@@ -85,7 +85,7 @@ def test_a_failure_that_two_workers_show_is_shrunk_once(tidy: Path) -> None:
     found = [each.finding.identity for each in events if isinstance(each, FailureFound)]
     assert len(found) == len(set(found)) == len([each for each in events if isinstance(each, Shrunk)])
     assert [each.identity for each in done.findings] == found
-    assert not selftest._row("cpu", done.summaries[0]).wrong
+    assert not selftest.row_of("cpu", done.summaries[0]).wrong
     assert len(list((tidy / "cases").iterdir())) == len(found)
 
 
@@ -109,7 +109,7 @@ def test_the_planted_faults_are_found_and_shrunk_by_workers(slugs: list[str], ti
     names = [f"fault.{each}" for each in slugs if each != "four"]
     # Half of a machine's memory is not full within the deadline.
     done, _ = campaign(names, tidy, max_examples=90, max_failures=1, workers=2, plain=False, memory=1 << 30)
-    wrong = {row.title: row.wrong for each in done.summaries if (row := selftest._row("cpu", each)).wrong}
+    wrong = {row.title: row.wrong for each in done.summaries if (row := selftest.row_of("cpu", each)).wrong}
     assert not wrong
     assert len(done.summaries) == len(names)
 
