@@ -9,15 +9,17 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from support.engine import Compiling, alive, campaign, descendants, tried, wait_for, workers_of
 from support.mps import QUIT, START, FakeServer
 
+from attnfuzz.harness.audit.selftest import faults as selftest
 from attnfuzz.harness.campaign import processes
 from attnfuzz.harness.campaign.context import CampaignContext
-from attnfuzz.harness.campaign.events import CampaignFinished, SharedGpu
+from attnfuzz.harness.campaign.events import CampaignFinished, Event, SharedGpu, TrialFinished
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.cli.main import main
 from attnfuzz.harness.isolation import reaper, sharing
@@ -141,6 +143,7 @@ PROGRAM = """
 import sys, tempfile
 from pathlib import Path
 from support.engine import SLEEPER, campaign
+from attnfuzz.harness.audit.selftest import faults as selftest
 from attnfuzz.harness.campaign import processes
 from attnfuzz.harness.isolation import sharing
 sharing._USUAL = Path("/nowhere")
@@ -170,3 +173,62 @@ def test_kill_9_of_the_campaign_leaves_neither_the_server_nor_its_folder(server:
     wait_for(lambda: not alive(theirs), 15)
     wait_for(lambda: not list(Path(tempfile.gettempdir()).glob("attnfuzz-*")), 15)
     assert server.calls == [START]
+
+
+# --- on a GPU, with the server itself
+
+
+def clients_of(folder: str) -> list[str]:
+    """The lines of the server's clients, each with the number of a process."""
+    environment = {**os.environ, **dict.fromkeys(sharing.VARIABLES, folder)}
+
+    def said(text: str) -> list[str]:
+        done = subprocess.run([sharing.CONTROL], input=text, capture_output=True, text=True, timeout=20, env=environment)
+        return done.stdout.split()
+
+    return [client for each in said("get_server_list\n") for client in said(f"get_client_list {each}\n")]
+
+
+@pytest.fixture
+def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of temporary files whose path is short, empty afterwards."""
+    with tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        yield Path(folder)
+        wait_for(lambda: not list(Path(folder).glob("attnfuzz-*")), 15)
+
+
+ON_A_GPU: dict[str, Any] = {"device": "cuda", "workers": 4, "share_gpu": True, "deadline": 5.0, "maps": False}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_children_of_all_workers_are_clients_of_the_server(short: Path) -> None:
+    seen: list[set[str]] = []
+
+    def listen(event: Event) -> None:
+        wanted = isinstance(event, TrialFinished) and (not seen or len(seen[-1]) < 2)
+        if wanted and (folders := list(short.glob("attnfuzz-*/mps"))):
+            seen.append(set(clients_of(str(folders[0]))))
+
+    done, events = campaign(["triton.varlen"], None, listen, budget=40.0, **ON_A_GPU)
+    assert not done.findings
+    assert tried(events)
+    assert seen
+    assert max(map(len, seen)) >= 2, seen
+    print(shared_gpu(done).describe())
+    assert shared_gpu(done).seconds is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("slug", "ends"), [("endless", True), ("address", True), ("assert", True), ("none", False)])
+def test_on_a_gpu_a_fault_is_found_and_is_not_another_kernels(slug: str, ends: bool, short: Path, tmp_path: Path) -> None:
+    names = [f"fault.triton.{slug}", "triton.varlen"]
+    done, _ = campaign(names, tmp_path / "out", max_examples=120, max_failures=1, all_variants=True, **ON_A_GPU)
+    rows = {each.kernel: each for each in done.summaries}
+    assert not selftest.row_of("cuda", rows[names[0]]).wrong
+    assert not rows["triton.varlen"].findings
+    print(shared_gpu(done).describe())
+    assert shared_gpu(done).seconds is not None
+    assert (shared_gpu(done).reason is not None) == ends
