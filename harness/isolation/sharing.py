@@ -180,10 +180,13 @@ def leave() -> None:
         os.environ.pop(name, None)
 
 
-def device_is_broken() -> bool:
-    """Whether the GPU no longer works for this process, or does not answer; False where torch is not imported."""
+def device_is_broken(*, unused: bool) -> bool:
+    """Whether the GPU no longer works for this process, or does not answer; False where torch is not imported.
+
+    `unused`: ask also where this process has not used the GPU, which it then does.
+    """
     torch = sys.modules.get("torch")
-    if torch is None:
+    if torch is None or not (unused or torch.cuda.is_initialized()):
         return False
     works = threading.Event()
 

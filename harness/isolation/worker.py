@@ -103,8 +103,9 @@ def _child(connection_fd: int, board_fd: int, shares: bool | None) -> None:
             # A fork that the task made and let return: the original process replies.
             os._exit(0)
         board.enter("end")
-        if sharing is not None and shares and reply["replace"] and sharing.device_is_broken():
-            # By this task or by that of another process: the parent has it run again.
+        if sharing is not None and shares and sharing.device_is_broken(unused=reply["replace"]):
+            # By this task or by that of another process: the parent has it run again. A build that fails for that reason, say,
+            # does not ask to be replaced.
             reply["lost"] = True
         try:
             wire.send(connection, {"task": task["task"], **reply})

@@ -157,7 +157,7 @@ def dies_sharing(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
 
 
 def breaks_sharing(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
-    """Break the GPU for a process that shares it, and raise an error or ask to be replaced."""
+    """Break the GPU for a process that shares it, and raise an error, ask to be replaced, or reply as usual."""
     enter("kernel")
 
     def synchronize() -> None:
@@ -166,7 +166,7 @@ def breaks_sharing(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
         if _shares() or payload.get("anyway"):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(synchronize=synchronize))  # type: ignore[assignment]
+    sys.modules["torch"] = SimpleNamespace(cuda=SimpleNamespace(synchronize=synchronize, is_initialized=lambda: True))  # type: ignore[assignment]
     if payload["how"] == "raise" and (_shares() or payload.get("anyway")):
         raise RuntimeError("broken")
     return "shares" if _shares() else "alone", payload["how"] == "replace"

@@ -128,7 +128,7 @@ def test_a_lack_of_host_memory_is_a_result_and_ends_nothing(supervisor: Supervis
     assert shared.on()
 
 
-@pytest.mark.parametrize("how", ["raise", "replace"])
+@pytest.mark.parametrize("how", ["raise", "replace", "reply"])
 def test_an_answer_of_a_broken_device_is_no_result(supervisor: Supervisor, shared: Sharing, server: FakeServer, how: str) -> None:
     assert supervisor.run(task("breaks_sharing", how=how)) == Reply("alone")
     assert_ended(shared, server, supervisor, "the GPU no longer worked")
