@@ -133,7 +133,7 @@ class Supervisor:
             if outcome is not None:
                 return outcome
             if until is not None and time.monotonic() >= until:
-                self.kill(running)
+                self.kill(running, "the time of a task was over")
                 self._count(running)
                 return None
 
@@ -153,11 +153,11 @@ class Supervisor:
                 del active[number]
                 yield number, outcome
 
-    def kill(self, running: Running) -> None:
-        """End a task that is not wanted any more, and its child."""
+    def kill(self, running: Running, why: str = "a task was ended that was at work") -> None:
+        """End a task that is not wanted any more, and its child; `why`: the reason if that ends the sharing of the GPU."""
         if running.child.shares:
             # The end of a process whose kernel does not end breaks the GPU for those that share it.
-            self._forkserver.end_sharing("a task was ended that was at work")
+            self._forkserver.end_sharing(why)
         self._children.discard(running.child)
 
     def take_late_death(self) -> Death | None:

@@ -219,7 +219,7 @@ def test_sharing_ends_before_a_task_at_work_is_ended(shared: Sharing, server: Fa
     with closing(Supervisor(Forkserver(["json"], shared.variables), memory=1 << 29)) as supervisor:
         running = supervisor.begin(task("dies", how="loop"))
         assert supervisor.finish(running, until=time.monotonic() + 0.3) is None
-        assert_ended(shared, server, supervisor, "at work")
+        assert_ended(shared, server, supervisor, "the time of a task was over")
 
 
 def test_spares_that_share_are_not_used_after_its_end(shared: Sharing, server: FakeServer) -> None:
