@@ -31,6 +31,8 @@ _MOST_JOBS = 4
 """Campaigns at once, as a multiple of the cores."""
 _EACH, _DEADLINE = 60.0, 10.0
 """Seconds of a campaign and of a stage on a GPU, where many campaigns share it: one that hangs must not use up their time."""
+_TO_END = 10.0
+"""Seconds before the end of the time of all in which a campaign that runs again must end: its row would be lost."""
 _AGAIN = 3
 """Times that campaigns are run again in new processes, under a time for all of them, where one of the processes was lost."""
 
@@ -320,11 +322,11 @@ class _Run:
             self.end = "interrupted"
 
     def _longer(self, seconds: float) -> list[Any]:
-        """Return the campaigns that their time has ended, with twice that time, as far as there are so many seconds."""
+        """Return the campaigns that their time has ended, with up to twice that time; `seconds` are left for them."""
         again = []
         for key, row in self._rows.items():
             task = self._tasks[key]
-            longer = min(2 * (task.budget or 0.0), seconds)
+            longer = min(2 * (task.budget or 0.0), seconds - _TO_END)
             if row.cut and task.budget is not None and longer > task.budget:
                 self._tasks[key] = replace(task, budget=longer)
                 again.append(self._tasks[key])
