@@ -124,7 +124,8 @@ def times(**worker: float) -> dict[str, Any]:
     """The `times` of 40 Cases in `attnfuzz run --json`."""
     child = {"compile": 0.5, "inputs": 1.0, "kernel": 2.0, "oracle": 3.0, "judge": 0.5}
     steps = dict.fromkeys(("turn", "campaign", "draw", "journal", "start", "trial", "shrink", "other"), 0.0)
-    return {"worker": {**steps, **worker}, "child": child, "cases": 40, "batches": 5, "children": 3}
+    checks = {"oracle": {"cases": 38, "seconds": 5.7}, "twice": {"cases": 2, "seconds": 1.3}}
+    return {"worker": {**steps, **worker}, "child": child, "checks": checks, "cases": 40, "batches": 5, "children": 3}
 
 
 def finished(times: dict[str, Any], cases: int = 40) -> Any:
@@ -144,6 +145,8 @@ def test_each_account_adds_up_to_the_time_of_the_turns() -> None:
     assert steps["child", "pipe"]["ms"] == pytest.approx(75)
     assert steps["child", "shrink"]["ms"] == steps["worker", "shrink"]["ms"] == pytest.approx(100)
     assert steps["child", "idle, or none"]["ms"] == pytest.approx(150)
+    twice = steps["check", "twice"]
+    assert (twice["part"], twice["own"], twice["ms"]) == pytest.approx((5.0, 650.0, 32.5))
     total = steps["both", "all"]
     assert (total["ms"], total["batch"], total["rate"], total["turns"]) == pytest.approx((500, 8.0, 4.0, 62.5))
 
@@ -156,7 +159,10 @@ def test_there_is_a_table_for_each_number_of_workers() -> None:
         for row in stages.accounts(finished(times(trial=seconds)), int(workers))
     ]
     sheets = stages.sheets(rows)
-    assert [each.title for each in sheets] == [f"stages: k, {workers} workers, caches warm" for workers in "12"]
+    of = [f"{part}: k, {workers} workers, caches warm" for workers in "12" for part in ("stages", "checks")]
+    assert [each.title for each in sheets] == of
+    assert [row["step"] for row in sheets[1].rows] == ["oracle", "twice"]
+    sheets = sheets[::2]
     trial = [next(row["ms"] for row in each.rows if row["step"] == "trial") for each in sheets]
     assert trial == pytest.approx([225, 225])
     assert sheets[0].notes[0] == (
@@ -342,7 +348,7 @@ def test_every_part_measures_a_kernel(tmp_path: Path) -> None:
     measured = json.loads(file.read_text())
     assert measured["engine"][0]["cases"] > 0
     assert measured["engine"][0]["warm"] > measured["engine"][0]["cold"] > 0
-    assert {row["side"] for row in measured["stages"]} == {"worker", "child", "both"}
+    assert {row["side"] for row in measured["stages"]} == {"worker", "child", "check", "both"}
     trial = {row["step"]: row["ms"] for row in measured["stages"] if row["side"] == "child"}
     assert all(trial[stage] > 0 for stage in ("inputs", "kernel", "oracle", "judge", "pipe"))
     assert [row["judged"] > 0 for row in measured["rivals"]] == [True] * 3, done.stderr

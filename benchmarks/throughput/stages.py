@@ -3,7 +3,7 @@
 Workers and their children work at the same time, so there are two accounts, and each adds up to the time of the workers' turns.
 A worker asks its campaign, waits for Cases that are drawn, writes the journal, waits for its child, shrinks. Its child goes
 through the stages of a trial; the pipe is what else lies between sending Cases and their outcome, and the rest of the time it is
-idle, or there is none yet.
+idle, or there is none yet. A second table has the child's stages by the check of the Case.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from throughput.plan import Plan
 from throughput.tables import Column, Sheet, medians
 
 __all__ = ["accounts", "measure", "sheets"]
+
+_BY_CHECK = [
+    Column("step", "check"), Column("part", "% of Cases", ".1f"), Column("own", "ms of each", ".2f"),
+    Column("ms", "ms a Case of all", ".3f"), Column("share", "% of its time", ".1f"),
+]  # fmt: skip
 
 
 def measure(plan: Plan) -> list[dict[str, Any]]:
@@ -68,6 +73,9 @@ def accounts(run: Finished, workers: int) -> list[dict[str, Any]]:
 
     rows = [row("worker", step, worker[step]) for step in STEPS]
     rows += [row("child", step, seconds) for step, seconds in child.items()]
+    for check, spent in sorted(times["checks"].items(), key=lambda pair: -pair[1]["seconds"]):
+        own = {"own": 1e3 * spent["seconds"] / spent["cases"], "part": 100 * spent["cases"] / cases}
+        rows.append({**row("check", check, spent["seconds"]), **own})
     return [*rows, row("both", "all", wall)]
 
 
@@ -84,10 +92,14 @@ def sheets(rows: list[dict[str, Any]]) -> list[Sheet]:
         "ms a Case: of all workers together. Worker and child work at the same time: each side adds up to the time of the turns. "
         "pipe: from sending Cases to their outcome, less the child's stages."
     )
-    return [
-        Sheet(f"stages: {kernel}, {workers} workers, caches {caches}", columns, group, [_sentence(group[0]), note])
-        for (kernel, workers, caches), group in groups.items()
-    ]
+    sheets = []
+    for (kernel, workers, caches), group in groups.items():
+        of = f"{kernel}, {workers} workers, caches {caches}"
+        steps = [row for row in group if row["side"] != "check"]
+        sheets.append(Sheet(f"stages: {of}", columns, steps, [_sentence(group[0]), note]))
+        if checks := [row for row in group if row["side"] == "check"]:
+            sheets.append(Sheet(f"checks: {of}", _BY_CHECK, checks, ["In the child's stages; those of a batch share its waits."]))
+    return sheets
 
 
 def _sentence(row: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Where the time of a campaign goes: seconds of its workers by step, and of their child processes by stage.
+"""Where the time of a campaign goes: seconds of its workers by step, and of their child processes by stage and by check.
 
 A worker is in one step at a time, so that its steps add up to its time. They are counted in every run: some reads of a clock
 for each batch.
@@ -14,8 +14,9 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from attnfuzz.harness.isolation.statistics import Statistics
 from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.strategies.case import Case
 
-__all__ = ["STAGES", "STEPS", "Account", "Step", "Times", "counted"]
+__all__ = ["STAGES", "STEPS", "Account", "OfCheck", "Step", "Times", "counted"]
 
 Step = Literal["turn", "campaign", "draw", "journal", "start", "trial", "shrink", "other"]
 """What a worker does.
@@ -32,15 +33,29 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class OfCheck:
+    """Cases with one check, and seconds of children in all their stages."""
+
+    cases: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: OfCheck) -> OfCheck:
+        """Return the sum."""
+        return OfCheck(self.cases + other.cases, self.seconds + other.seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class Times:
     """Seconds of workers by step and of their children by stage, Cases that were tried, batches of them, children started.
 
-    `child`, `cases` and `batches` are those outside shrinking; a Case that runs alone is a batch too. `lost`: batches that ended
-    their child or were refused memory, whose Cases ran again in halves or one by one, which takes longer.
+    `child`, `checks`, `cases` and `batches` are those outside shrinking; a Case that runs alone is a batch too. `checks`: the
+    seconds of `child` by the Cases' checks. `lost`: batches that ended their child or were refused memory, whose Cases ran again
+    in halves or one by one, which takes longer.
     """
 
     worker: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(STEPS, 0.0))
     child: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    checks: Mapping[str, OfCheck] = field(default_factory=dict)
     cases: int = 0
     batches: int = 0
     children: int = 0
@@ -51,6 +66,10 @@ class Times:
         return Times(
             worker=_sum(self.worker, other.worker),
             child=_sum(self.child, other.child),
+            checks={
+                name: self.checks.get(name, OfCheck()) + other.checks.get(name, OfCheck())
+                for name in {**self.checks, **other.checks}
+            },
             cases=self.cases + other.cases,
             batches=self.batches + other.batches,
             children=self.children + other.children,
@@ -77,6 +96,7 @@ class Account:
 
     def _begin(self) -> None:
         self._worker, self._child = dict[str, float](Times().worker), dict[str, float](Times().child)
+        self._checks = dict[str, OfCheck]()
         self._cases = self._batches = 0
         self._children, self._lost = self._statistics.children, self._statistics.batches_lost
 
@@ -85,7 +105,7 @@ class Account:
         self._enter(self._step)
         children = self._statistics.children - self._children
         lost = self._statistics.batches_lost - self._lost
-        times = Times(self._worker, self._child, self._cases, self._batches, children, lost)
+        times = Times(self._worker, self._child, self._checks, self._cases, self._batches, children, lost)
         self._begin()
         return times
 
@@ -114,14 +134,15 @@ class Account:
                 self._worker["trial"] -= starting
                 self._worker["start"] += starting
 
-    def judged(self, verdicts: Sequence[Verdict]) -> None:
-        """Count the Cases of one batch, by their Verdicts."""
+    def judged(self, cases: Sequence[Case], verdicts: Sequence[Verdict]) -> None:
+        """Count the Cases of one batch, with the Verdict of each."""
         if self._step == "shrink":
             return
         self._cases, self._batches = self._cases + len(verdicts), self._batches + 1
-        for verdict in verdicts:
+        for case, verdict in zip(cases, verdicts, strict=True):
             for stage, seconds in verdict.seconds.items():
                 self._child[stage] = self._child.get(stage, 0.0) + seconds
+            self._checks[case.check] = self._checks.get(case.check, OfCheck()) + OfCheck(1, sum(verdict.seconds.values()))
 
     def _enter(self, step: Step) -> Step:
         """Begin a step; returns the one that it ends."""

@@ -140,7 +140,7 @@ class TrialRunner:
             self._failing = [case]
         self._land()
         self.trials += 1
-        self._account.judged([verdict])
+        self._account.judged([case], [verdict])
         self._finished(phase, case, verdict)
         return verdict
 
@@ -183,7 +183,7 @@ class TrialRunner:
         except OutOfTime:
             self._land()
             raise
-        self._account.judged(verdicts)
+        self._account.judged(cases, verdicts)
         self._failing = [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.failures]
         self._land()
         for case, verdict in zip(cases, verdicts, strict=True):

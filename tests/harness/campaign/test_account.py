@@ -12,7 +12,7 @@ from support.engine import Sleeper, campaign, tidy
 from support.runs import FunctionExecutor, run_kernel
 
 from attnfuzz.harness.campaign import account as module
-from attnfuzz.harness.campaign.account import STAGES, STEPS, Account, Times, counted
+from attnfuzz.harness.campaign.account import STAGES, STEPS, Account, OfCheck, Times, counted
 from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.drawer import Drawer
 from attnfuzz.harness.campaign.events import CampaignFinished, Event, FailureFound, Shrunk, TrialFinished
@@ -23,6 +23,7 @@ from attnfuzz.harness.isolation.statistics import Statistics
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case
 
 __all__ = ["tidy"]
@@ -165,10 +166,14 @@ def test_what_a_finding_takes_is_shrinking(watch: Watch, tmp_path: Path) -> None
 
 def test_a_batch_counts_once(watch: Watch) -> None:
     account = Account(Statistics())
-    account.judged([Verdict(status="pass", seconds={"judge": 0.5})] * 3)
-    account.judged([Verdict(status="pass")])
+    problem = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=8, dim_v=8)
+    plain, twice = (Case(kernel="k", problem=problem, check=each) for each in ("oracle", "twice"))
+    account.judged([plain, plain, twice], [Verdict(status="pass", seconds={"judge": 0.5, "kernel": 0.25})] * 3)
+    account.judged([plain], [Verdict(status="pass")])
     times = account.take()
     assert (times.cases, times.batches, times.child["judge"]) == (4, 2, 1.5)
+    assert times.checks == {"oracle": OfCheck(3, 1.5), "twice": OfCheck(1, 0.75)}
+    assert (times + Times(checks={"twice": OfCheck(1, 1.0)})).checks == {"oracle": OfCheck(3, 1.5), "twice": OfCheck(2, 1.75)}
     assert account.take() == Times(), "the next account begins at 0"
 
 

@@ -482,10 +482,13 @@ def test_json_of_the_whole_way() -> None:
     [row] = found["kernels"]
     assert (row["kernel"], row["cases"], row["failures"]) == ("acme.flash", 25, 1)
     assert set(row["outputs"]) == {"o", "lse", "dq", "dk", "dv"}
-    assert set(row["times"]) == {"worker", "child", "cases", "batches", "children", "lost"}
+    assert set(row["times"]) == {"worker", "child", "checks", "cases", "batches", "children", "lost"}
     assert set(row["times"]["worker"]) == {"turn", "campaign", "draw", "journal", "start", "trial", "shrink", "other"}
     assert set(row["times"]["child"]) == {"compile", "inputs", "kernel", "oracle", "judge"}
     assert row["times"]["cases"] > 0 < row["times"]["worker"]["shrink"]
+    assert sum(each["cases"] for each in row["times"]["checks"].values()) == row["times"]["cases"]
+    spent = sum(each["seconds"] for each in row["times"]["checks"].values())
+    assert spent == pytest.approx(sum(row["times"]["child"].values()))
     [failure] = found["failures"]
     assert failure["identity"]["kind"] == "exception"
     assert failure["repro"] == f"attnfuzz repro {failure['path']}"
