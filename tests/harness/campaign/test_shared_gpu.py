@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.engine import Compiling, alive, campaign, descendants, tried, wait_for, workers_of
+from support.engine import Compiling, Sleeper, alive, campaign, descendants, tried, wait_for, workers_of
 from support.mps import QUIT, START, FakeServer
 
 from attnfuzz.harness.audit.selftest import faults as selftest
@@ -89,6 +90,13 @@ def test_a_crash_ends_sharing_and_is_found_by_a_process_that_does_not(server: Fa
     assert server.calls == [START, QUIT], "once"
     assert not any(each.disturbances.killed for each in done.summaries)
     assert alone.shared_gpu is None
+
+
+def test_tasks_that_the_end_of_the_budget_ends_are_no_reason(server: FakeServer) -> None:
+    done, _ = campaign([Sleeper("test.long", 60.0)], None, budget=6.0, workers=2, share_gpu=True)
+    found = shared_gpu(done)
+    assert (found.reason, server.calls) == (None, [START, QUIT])
+    assert found.seconds == pytest.approx(6.0, abs=0.5)
 
 
 def test_without_a_server_the_workers_do_not_share(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +233,44 @@ def test_on_a_gpu_the_children_of_all_workers_are_clients_of_the_server(short: P
 @pytest.mark.parametrize(("slug", "ends"), [("endless", True), ("address", True), ("assert", True), ("none", False)])
 def test_on_a_gpu_a_fault_is_found_and_is_not_another_kernels(slug: str, ends: bool, short: Path, tmp_path: Path) -> None:
     names = [f"fault.triton.{slug}", "triton.varlen"]
-    done, _ = campaign(names, tmp_path / "out", max_examples=120, max_failures=1, all_variants=True, **ON_A_GPU)
+    done, _ = campaign(names, tmp_path / "out", budget=40.0, max_failures=1, **ON_A_GPU)
     rows = {each.kernel: each for each in done.summaries}
     assert not selftest.row_of("cuda", rows[names[0]]).wrong
     assert not rows["triton.varlen"].findings
     print(shared_gpu(done).describe())
     assert shared_gpu(done).seconds is not None
     assert (shared_gpu(done).reason is not None) == ends
+
+
+PROGRAM_ON_A_GPU = """
+from support.engine import campaign
+names = ["fault.triton.endless", "triton.varlen"]
+say = lambda each: print(type(each).__name__, flush=True)
+campaign(names, None, say, budget=60.0, device="cuda", workers=4, share_gpu=True, deadline=20.0, maps=False)
+"""
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_kill_9_of_a_campaign_that_shares_leaves_a_gpu_that_works(short: Path) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM_ON_A_GPU],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert run.stdout is not None
+    try:
+        while "TrialFinished" not in (line := run.stdout.readline()):
+            assert line, "it has ended"
+        # The endless kernel of another child is at work meanwhile.
+        time.sleep(8.0)
+        theirs = descendants(run.pid)
+    finally:
+        run.kill()
+        run.wait()
+    wait_for(lambda: not alive(theirs), 30)
+    done, events = campaign(["triton.varlen"], None, budget=30.0, device="cuda", workers=4)
+    assert tried(events)
+    assert not done.findings
+    assert done.lost is None
+    assert not done.broken
