@@ -7,17 +7,20 @@ Cases are those that a campaign draws, of one dtype and dims, as its batches are
 --operations also what the code of this repository asks of the device, by stage and line (benchmarks/device_requests.py), and on a
 GPU the operations there, by kind: all, and those of the judgement (one process, torch's profiler). With --waits also where a Case
 waits for the device, and how often: processes share it in turns, so that each wait lasts until all others have had theirs. With
---mps the processes run once more, and share the GPU at the same time by CUDA's MPS (benchmarks/mps.py). With --alone also whether
-the Verdicts are those of the Cases alone: exit code 1 if not.
+--mps the processes run once more, and share the GPU at the same time by CUDA's MPS, as those of a campaign may. With --alone also
+whether the Verdicts are those of the Cases alone: exit code 1 if not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import multiprocessing
+import os
 import re
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -27,7 +30,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -40,7 +42,10 @@ from rich.table import Table
 from attnfuzz.harness.campaign.context import batch_for
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.core import environment
+from attnfuzz.harness.core.gpus import gpus
 from attnfuzz.harness.core.text import dumps
+from attnfuzz.harness.isolation import sharing
+from attnfuzz.harness.isolation.sharing import NotShared
 from attnfuzz.harness.judge.batch import judge_batch
 from attnfuzz.harness.trial import batch as trial_batch
 from attnfuzz.harness.trial.trial import run_trial
@@ -140,12 +145,27 @@ def with_mps(processes: int, name: str, device: Device, count: int, size: int) -
     Raises:
         BadParameter: it cannot be used here.
     """
-    parts: ModuleType = importlib.import_module("mps")
     try:
-        with parts.mps():
+        with _server():
             return summary(side_by_side(processes, name, device, count, size))
-    except parts.NoServer as error:
-        raise click.BadParameter(str(error), param_hint="--mps") from None
+    except NotShared as reason:
+        raise click.BadParameter(str(reason), param_hint="--mps") from None
+
+
+@contextlib.contextmanager
+def _server() -> Iterator[None]:
+    """Start a server, and name it in the environment; end it afterwards."""
+    # A socket's path has 107 characters at most.
+    with (
+        tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp") as folder,
+        contextlib.closing(sharing.start(Path(folder) / "mps", {}, gpus())) as server,
+    ):
+        os.environ.update(server.variables)
+        try:
+            yield
+        finally:
+            for name in sharing.VARIABLES:
+                del os.environ[name]
 
 
 def operations(name: str, count: int, size: int) -> dict[str, dict[str, tuple[float, float]]]:

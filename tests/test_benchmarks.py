@@ -16,8 +16,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 from support.benchmarks import FOLDER, loaded
+from support.mps import QUIT, START, FakeServer
 
 from attnfuzz.harness.core.environment import has_cuda
+from attnfuzz.harness.isolation import sharing
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
@@ -295,59 +297,39 @@ def test_wrong_use_of_the_batch_benchmark(arguments: list[str], says: str) -> No
     assert "Traceback" not in done.stderr
 
 
-def fake_control(folder: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0, after: str = "") -> Path:
-    """Put a program in the place of MPS's, which notes how it was called, and return its notes."""
-    notes, program = folder / "notes", folder / loaded("mps").CONTROL
-    program.write_text(f'#!/bin/sh\necho "$@ $(test -t 0 || cat)" >> {notes}\necho "no driver" >&2\nexit {code}\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    return notes
+@pytest.mark.parametrize("fails", [False, True])
+def test_processes_with_mps_have_its_server_in_their_environment(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, batch = FakeServer(tmp_path / "bin", monkeypatch), loaded("batch")
+    for name in sharing.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sharing, "_USUAL", tmp_path / "none")
+    seen: list[str] = []
 
+    def side_by_side(*_: object) -> list[Any]:
+        seen.extend(os.environ[name] for name in sharing.VARIABLES)
+        if fails:
+            raise LookupError("planted")
+        return [batch.Timed(cases=2, wall=1.0)]
 
-def test_an_mps_server_is_ended_and_its_folder_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes = fake_control(tmp_path, monkeypatch)
-    monkeypatch.setenv("CUDA_MPS_LOG_DIRECTORY", "/before")
-    with loaded("mps").mps():
-        folder = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
-        assert folder.is_dir()
-        assert os.environ["CUDA_MPS_LOG_DIRECTORY"] == str(folder)
-    assert [line.strip() for line in notes.read_text().split("\n") if line.strip()] == ["-d", "quit -t 5"]
-    assert not folder.exists()
-    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-    assert os.environ["CUDA_MPS_LOG_DIRECTORY"] == "/before"
+    monkeypatch.setattr(batch, "side_by_side", side_by_side)
+    if fails:
+        with pytest.raises(LookupError, match="planted"):
+            batch.with_mps(1, "k", "cuda", 2, 1)
+    else:
+        assert batch.with_mps(1, "k", "cuda", 2, 1)["rate"] == 2.0
+    assert len(set(seen)) == 1
+    assert not Path(seen[0]).exists()
+    assert server.calls == [START, QUIT]
+    assert not set(sharing.VARIABLES) & set(os.environ)
 
 
 def test_without_an_mps_server_the_reason_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mps = loaded("mps")
-    monkeypatch.setattr(mps, "CONTROL", "no-such-control")
-    with pytest.raises(mps.NoServer, match="no-such-control is not on the PATH"), mps.mps():
-        pass
-    mps = loaded("mps")
-    fake_control(tmp_path, monkeypatch, code=3)
-    with (
-        pytest.warns(UserWarning, match="the server may go on: .* exit code 3"),
-        pytest.raises(mps.NoServer, match="exit code 3: no driver"),
-        mps.mps(),
-    ):
-        pass
-    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-
-
-def test_an_mps_server_is_ended_after_an_error_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes, server = fake_control(tmp_path, monkeypatch), loaded("mps").mps()
-    server.__enter__()
-    error = LookupError("a process failed")
-    assert not server.__exit__(LookupError, error, None)
-    assert "quit -t 5" in notes.read_text()
-    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-
-
-def test_a_server_that_goes_on_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_control(tmp_path, monkeypatch, after="sleep 20 &")
-    start = time.monotonic()
-    with loaded("mps").mps():
-        pass
-    assert time.monotonic() - start < 10
+    monkeypatch.setattr(sharing, "_USUAL", tmp_path / "none")
+    monkeypatch.setattr(sharing, "CONTROL", "no-such-control")
+    with pytest.raises(click.BadParameter, match="no-such-control is not on the PATH"):
+        loaded("batch").with_mps(1, "k", "cuda", 2, 1)
 
 
 def test_the_rate_with_mps_stands_beside_that_without(capsys: pytest.CaptureFixture[str]) -> None:
