@@ -5,7 +5,8 @@
 
 Cases are those that a campaign draws, of one dtype and dims, as its batches are; the first two batches are not timed. With
 --operations also what the code of this repository asks of the device, by stage and line (benchmarks/device_requests.py), and on a
-GPU the operations there, by kind: all, and those of the judgement (one process, torch's profiler). With --waits also where a Case
+GPU the operations there, by kind: all, and those of the judgement, and the calls of CUDA on the host (one process, torch's
+profiler). With --waits also where a Case
 waits for the device, and how often: processes share it in turns, so that each wait lasts until all others have had theirs. With
 --mps the processes run once more, and share the GPU at the same time by CUDA's MPS, as those of a campaign may. With --alone also
 whether the Verdicts are those of the Cases alone: exit code 1 if not.
@@ -18,14 +19,13 @@ import importlib
 import json
 import multiprocessing
 import os
-import re
 import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -63,18 +63,6 @@ _UNTIMED = 2
 _ROUND = 200
 _LINES = 40
 """Lines that are shown; a JSON file has all."""
-_KINDS = {
-    "generated": r"^run_fused_|^guarded_pieces|^hashed_numbers",
-    "product": r"gemm|cutlass|xmma|gemv|dot_kernel",
-    "sort": r"[sS]ort|searchsorted",
-    "softmax": r"[sS]oft[mM]ax",
-    "reduction": r"reduce",
-    "index": r"index|gather|scatter",
-    "concatenation": r"CatArray",
-    "copy": r"Memcpy|Memset|copy",
-    "elementwise": r"elementwise",
-}
-"""Kinds of operations by names of CUDA kernels, the first that is found."""
 
 
 @dataclass(slots=True)
@@ -83,6 +71,8 @@ class Timed:
 
     cases: int = 0
     wall: float = 0.0
+    processor: float = 0.0
+    """Seconds of a processor, of all threads."""
     stages: dict[str, float] = field(default_factory=dict)
     """Seconds by stage."""
 
@@ -120,13 +110,13 @@ def timed(name: str, device: Device, count: int, size: int, ready: Any = None) -
         trial_batch.run_batch(each, device)
     if ready is not None:
         ready.wait()
-    result, start = Timed(), time.perf_counter()
+    result, start, used = Timed(), time.perf_counter(), time.process_time()
     for each in every[_UNTIMED:]:
         for verdict in trial_batch.run_batch(each, device):
             result.cases += 1
             for stage, seconds in verdict.seconds.items():
                 result.stages[stage] = result.stages.get(stage, 0.0) + seconds
-    result.wall = time.perf_counter() - start
+    result.wall, result.processor = time.perf_counter() - start, time.process_time() - used
     return result
 
 
@@ -169,22 +159,23 @@ def _server() -> Iterator[None]:
 
 
 def operations(name: str, count: int, size: int) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return microseconds and number of operations a Case of each kind on a GPU: of the judgement, and of all."""
+    """Return microseconds and number a Case, by kind, of operations on a GPU (all, the judgement's) and of calls on the host."""
     environment.prepare("cuda")
     every = batches(name, "cuda", count, size)
     for each in every[:_UNTIMED]:
         trial_batch.run_batch(each, "cuda")
-    judgement, cases = _Watch(), sum(len(each) for each in every[_UNTIMED:])
+    watch: type = importlib.import_module("gpu_profile").Watch
+    judgement, cases = watch(), sum(len(each) for each in every[_UNTIMED:])
     before, trial_batch.judge_batch = trial_batch.judge_batch, judgement.of(judge_batch)  # type: ignore[attr-defined]
     try:
         for each in every[_UNTIMED:]:
             trial_batch.run_batch(each, "cuda")
     finally:
         trial_batch.judge_batch = before  # type: ignore[attr-defined]
-    whole = _Watch()
+    whole = watch()
     for each in every[_UNTIMED:]:
         whole.of(trial_batch.run_batch)(each, "cuda")
-    return {"judgement": judgement.by_kind(cases), "all": whole.by_kind(cases)}
+    return {"judgement": judgement.operations(cases), "all": whole.operations(cases), "calls": whole.calls(cases)}
 
 
 def requests(name: str, device: Device, count: int, size: int) -> dict[str, dict[str, float]]:
@@ -227,36 +218,6 @@ def waits(name: str, count: int, size: int) -> dict[str, float]:
     return {place: number / cases for place, number in places.most_common()}
 
 
-class _Watch:
-    """Counts what the device does while a function runs."""
-
-    def __init__(self) -> None:
-        self._spent, self._number = Counter[str](), Counter[str]()
-
-    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, watched."""
-        from torch.autograd import DeviceType
-        from torch.profiler import ProfilerActivity, profile
-
-        def watched(*arguments: Any) -> Any:
-            torch.cuda.synchronize()
-            with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-                result = function(*arguments)
-                torch.cuda.synchronize()
-            # Newer profilers list the calls of the driver as well.
-            for event in (each for each in profiled.events() if each.device_type == DeviceType.CUDA):
-                kind = next((kind for kind, pattern in _KINDS.items() if re.search(pattern, event.name)), "other")
-                self._spent[kind] += event.time_range.elapsed_us()
-                self._number[kind] += 1
-            return result
-
-        return watched
-
-    def by_kind(self, cases: int) -> dict[str, tuple[float, float]]:
-        """Return microseconds and number a Case of each kind, the most expensive first."""
-        return {kind: (spent / cases, self._number[kind] / cases) for kind, spent in self._spent.most_common()}
-
-
 def differences(name: str, device: Device, count: int, size: int) -> list[tuple[str, str, str]]:
     """Return Case, Verdict in a batch and Verdict alone, as JSON, of each Case for which they differ in more than seconds."""
     environment.prepare(device)
@@ -270,13 +231,14 @@ def differences(name: str, device: Device, count: int, size: int) -> list[tuple[
 
 
 def summary(runs: Sequence[Timed]) -> dict[str, Any]:
-    """Return Cases a second of all processes, and milliseconds a Case by stage."""
+    """Return Cases a second of all processes, and milliseconds a Case: of a processor, and by stage."""
     cases = sum(each.cases for each in runs)
     stages = {stage for each in runs for stage in each.stages}
     return {
         "processes": len(runs),
         "cases": cases,
         "rate": sum(each.cases / each.wall for each in runs if each.wall),
+        "processor_ms": 1e3 * sum(each.processor for each in runs) / max(1, cases),
         "ms": {stage: 1e3 * sum(each.stages.get(stage, 0.0) for each in runs) / max(1, cases) for stage in sorted(stages)},
     }
 
@@ -338,12 +300,14 @@ def show(result: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     of = f"{result['processes']} processes" if result["processes"] > 1 else "one process"
     console.print(
-        f"{result['kernel']} on {result['device']}, {of}, batches of {result['size']}: {result['rate']:.1f} Cases a second"
+        f"{result['kernel']} on {result['device']}, {of}, batches of {result['size']}: {result['rate']:.1f} Cases a second, "
+        f"{result['processor_ms']:.2f} ms of a processor each"
     )
     with_server = result.get("mps")
     if with_server is not None:
         times = with_server["rate"] / result["rate"]
-        console.print(f"with MPS: {with_server['rate']:.1f} Cases a second, {times:.2f} times as many")
+        of_processor = f"{with_server['processor_ms']:.2f} ms of a processor each"
+        console.print(f"with MPS: {with_server['rate']:.1f} Cases a second, {times:.2f} times as many, {of_processor}")
     table = Table("stage", "ms a Case", *(("with MPS",) if with_server else ()))
     for stage, ms in result["ms"].items():
         table.add_row(stage, f"{ms:.2f}", *((f"{with_server['ms'].get(stage, 0.0):.2f}",) if with_server else ()))
@@ -361,8 +325,12 @@ def show(result: dict[str, Any]) -> None:
         for kind, (us, number) in every["all"].items():
             of = every["judgement"].get(kind, (0.0, 0.0))
             table.add_row(kind, f"{us:.1f}", f"{number:.2f}", f"{of[0]:.1f}", f"{of[1]:.2f}")
-        sums = [sum(column) for of in every.values() for column in zip(*of.values(), strict=True)]
-        table.add_row("all", *(f"{sums[at]:.1f}" for at in (2, 3, 0, 1)))
+        sums = [sum(column) for of in (every["all"], every["judgement"]) for column in zip(*of.values(), strict=True)]
+        table.add_row("all", *(f"{each:.1f}" for each in sums))
+        console.print(table)
+        table = Table("calls of CUDA on the host", "us a Case", "a Case")
+        for name, (us, number) in every["calls"].items():
+            table.add_row(name, f"{us:.1f}", f"{number:.2f}")
         console.print(table)
     if "waits" in result:
         table = Table("waits for the device", f"a Case: {sum(result['waits'].values()):.2f}")

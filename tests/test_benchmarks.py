@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import click
@@ -17,6 +17,7 @@ import torch
 from msgspec.structs import replace
 from support.benchmarks import FOLDER, loaded
 from support.mps import QUIT, START, FakeServer
+from torch.autograd import DeviceType
 
 from attnfuzz.harness.core.environment import has_cuda
 from attnfuzz.harness.isolation import sharing
@@ -232,8 +233,9 @@ def batch() -> ModuleType:
 
 
 def test_rates_of_processes_add_up_and_stages_are_means(batch: ModuleType) -> None:
-    runs = [batch.Timed(30, 2.0, {"oracle": 0.6, "judge": 0.3}), batch.Timed(10, 1.0, {"oracle": 0.2})]
-    assert batch.summary(runs) == {"processes": 2, "cases": 40, "rate": 25.0, "ms": {"judge": 7.5, "oracle": 20.0}}
+    runs = [batch.Timed(30, 2.0, 1.5, {"oracle": 0.6, "judge": 0.3}), batch.Timed(10, 1.0, 0.5, {"oracle": 0.2})]
+    expected = {"processes": 2, "cases": 40, "rate": 25.0, "processor_ms": 50.0, "ms": {"judge": 7.5, "oracle": 20.0}}
+    assert batch.summary(runs) == expected
 
 
 @pytest.mark.slow
@@ -334,12 +336,36 @@ def test_without_an_mps_server_the_reason_is_named(tmp_path: Path, monkeypatch: 
 
 def test_the_rate_with_mps_stands_beside_that_without(capsys: pytest.CaptureFixture[str]) -> None:
     batch = loaded("batch")
-    both = [{"processes": 2, "cases": 4, "rate": rate, "ms": {"oracle": ms}} for rate, ms in ((50.0, 4.0), (100.0, 3.0))]
+    both = [
+        {"processes": 2, "cases": 4, "rate": rate, "processor_ms": 2 * ms, "ms": {"oracle": ms}}
+        for rate, ms in ((50.0, 4.0), (100.0, 3.0))
+    ]
     batch.show({"kernel": "triton.varlen", "device": "cuda", "size": 2, **both[0], "mps": both[1]})
     said = capsys.readouterr().out
-    assert "with MPS: 100.0 Cases a second, 2.00 times as many" in said
+    assert "50.0 Cases a second, 8.00 ms of a processor each" in said
+    assert "with MPS: 100.0 Cases a second, 2.00 times as many, 6.00 ms of a processor each" in said
     assert "4.00" in said
     assert "3.00" in said
+
+
+def test_a_profile_is_of_the_device_and_of_calls_of_cuda() -> None:
+    def event(name: str, us: float, device: DeviceType) -> SimpleNamespace:
+        return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(elapsed_us=lambda: us))
+
+    watch = loaded("gpu_profile").Watch()
+    watch.count(
+        [
+            event("void at::native::vectorized_elementwise_kernel", 3.0, DeviceType.CUDA),
+            event("sm90_xmma_gemm_f32", 8.0, DeviceType.CUDA),
+            event("cudaLaunchKernel", 5.0, DeviceType.CPU),
+            event("cudaLaunchKernel", 7.0, DeviceType.CPU),
+            event("cuMemCreate", 90.0, DeviceType.CPU),
+            event("aten::add", 50.0, DeviceType.CPU),
+            event("cumsum", 50.0, DeviceType.CPU),
+        ]
+    )
+    assert watch.operations(2) == {"product": (4.0, 0.5), "elementwise": (1.5, 0.5)}
+    assert watch.calls(2) == {"cuMemCreate": (45.0, 0.5), "cudaLaunchKernel": (6.0, 1.0)}
 
 
 def test_dv_of_torchs_attention_on_the_cpu_loses_digits_beyond_32_queries() -> None:
