@@ -220,7 +220,7 @@ def test_on_a_gpu_the_children_of_all_workers_are_clients_of_the_server(short: P
         if wanted and (folders := list(short.glob("attnfuzz-*/mps"))):
             seen.append(set(clients_of(str(folders[0]))))
 
-    done, events = campaign(["triton.varlen"], None, listen, budget=40.0, **ON_A_GPU)
+    done, events = campaign(["triton.varlen"], None, listen, budget=25.0, **ON_A_GPU)
     assert not done.findings
     assert tried(events)
     assert seen
@@ -230,7 +230,13 @@ def test_on_a_gpu_the_children_of_all_workers_are_clients_of_the_server(short: P
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("slug", "ends"), [("endless", True), ("address", True), ("assert", True), ("none", False)])
+@pytest.mark.parametrize(
+    ("slug", "ends"),
+    [
+        ("address", True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("endless", True), ("assert", True), ("none", False))),
+    ],
+)
 def test_on_a_gpu_a_fault_is_found_and_is_not_another_kernels(slug: str, ends: bool, short: Path, tmp_path: Path) -> None:
     names = [f"fault.triton.{slug}", "triton.varlen"]
     done, _ = campaign(names, tmp_path / "out", budget=40.0, max_failures=1, **ON_A_GPU)
@@ -250,6 +256,7 @@ campaign(names, None, say, budget=60.0, device="cuda", workers=4, share_gpu=True
 """
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_on_a_gpu_kill_9_of_a_campaign_that_shares_leaves_a_gpu_that_works(short: Path) -> None:
     run = subprocess.Popen(
