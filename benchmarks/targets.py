@@ -1,6 +1,6 @@
 """Whether this machine reaches what the engine is to reach: one row a target, measured and wanted.
 
-    python benchmarks/targets.py [--device cpu|cuda] [--only PART ...] [--json FILE] [--runs FOLDER] [--list]
+    python benchmarks/targets.py [--device cpu|cuda] [--only PART ...] [--options TEXT] [--json FILE] [--runs FOLDER] [--list]
 
 Ends with 1 where a target is missed or could not be measured, and with 2 for wrong use. The parts of a GPU node take 30 minutes,
 those of a CPU 6, a soak more. The compilers' caches are empty at first, and are kept from one part to the next.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,8 @@ INTERPRETED, COMPILED = "triton.varlen", "tilelang.gqa.split"
 """Kernels of the CPU: Triton's interpreter, and TileLang's C target."""
 KEPT: Path | None = None
 """Where the JSON of each run goes, with its `times`."""
+OPTIONS: tuple[str, ...] = ()
+"""More options of each run that is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,15 @@ class Row:
         return f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
 
 
-def campaign(device: Device, seconds: float, kernels: Sequence[str] = (), workers: str = "auto") -> Finished:
-    """Run `attnfuzz run` on kernels (default: all that can run here), with the caches of this process."""
-    run = run_command(Plan(device, tuple(kernels), seconds=seconds), tuple(kernels), workers, seed=0)
+def campaign(
+    device: Device, seconds: float, kernels: Sequence[str] = (), workers: str = "auto", *, warms: bool = False
+) -> Finished:
+    """Run `attnfuzz run` on kernels (default: all that can run here), with the caches of this process.
+
+    `warms`: it is not measured, and has no more options.
+    """
+    plan = Plan(device, tuple(kernels), seconds=seconds, more=() if warms else OPTIONS)
+    run = run_command(plan, tuple(kernels), workers, seed=0)
     if KEPT is not None:
         number = len(list(KEPT.glob("run-*.json"))) + 1
         figures = {"wall": run.wall, "first": run.first, "busy": run.busy, "peak": run.peak}
@@ -96,8 +105,18 @@ def warm_node(device: Device) -> Iterable[Row]:
     yield Row("warm", "Cases", campaign(device, 120.0).total("cases"), least=60_000)
 
 
+def compiled(device: Device) -> None:
+    """Run the kernels of ragged batches until nothing is left to compile, three times at most."""
+    for _ in range(3):
+        # All cores that two workers leave are the compilers'.
+        run = campaign(device, 100.0, KERNELS[device], "2", warms=True)
+        if not run.total("compiles") + run.total("unreached"):
+            return
+
+
 def varlen(device: Device) -> Iterable[Row]:
-    """The kernels of ragged batches alone, 60 s."""
+    """The kernels of ragged batches alone, 60 s, after runs of two workers until nothing is left to compile."""
+    compiled(device)
     run = campaign(device, 60.0, KERNELS[device])
     yield Row("varlen", "Cases a second from the first Verdict on", rate(run), least=1500)
     yield Row("varlen", "GPU busy %", run.busy, least=80)
@@ -128,11 +147,7 @@ def two_gpus(device: Device) -> Iterable[Row]:
     """One GPU, then two, 40 s each, after runs of two workers until nothing is left to compile, three at most."""
     usable, one, two = gpus(), None, None
     if len(usable) > 1:
-        for _ in range(3):
-            # All cores that two workers leave are the compilers'.
-            run = campaign(device, 100.0, KERNELS[device], "2")
-            if not run.total("compiles") + run.total("unreached"):
-                break
+        compiled(device)
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = usable[0]
         one = rate(campaign(device, 40.0, KERNELS[device]))
@@ -201,10 +216,12 @@ def measured(device: Device, names: Sequence[str]) -> Iterable[Row]:
 @click.option(
     "--runs", type=click.Path(path_type=Path, file_okay=False), help="Keep the JSON of each run there, with its `times`."
 )
+@click.option("--options", default="", metavar="TEXT", help="More of each run that is measured: '--share-gpu --workers 16'.")
 @click.option("--list", "lists", is_flag=True, help="Print the parts.")
-def main(device: str, only: tuple[str, ...], json_file: Path | None, runs: Path | None, lists: bool) -> None:
+def main(device: str, only: tuple[str, ...], json_file: Path | None, runs: Path | None, options: str, lists: bool) -> None:
     """Measure, and print a table of what is reached."""
-    global KEPT
+    global KEPT, OPTIONS
+    OPTIONS = tuple(shlex.split(options))
     if runs is not None:
         runs.mkdir(parents=True, exist_ok=True)
     KEPT = runs

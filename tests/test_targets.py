@@ -61,3 +61,17 @@ def test_an_unknown_part_is_refused_with_those_there_are(targets: ModuleType) ->
     assert result.exit_code == 2
     assert "'nothing': on cpu there are cold, rates, soak" in result.output
     assert "cold: All kernels, empty caches" in CliRunner().invoke(targets.main, ["--device", "cpu", "--list"]).output
+
+
+def test_more_options_are_of_the_runs_that_are_measured_alone(targets: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, tuple[str, ...]]] = []
+
+    def run_command(plan: Any, kernels: tuple[str, ...], workers: str, seed: int) -> Any:
+        seen.append((plan.seconds, plan.more))
+        row = {"cases": 600, "compiles": len(seen) % 2, "unreached": 0}
+        return targets.Finished({"kernels": [row] * len(kernels)}, first=2.0, wall=12.0)
+
+    monkeypatch.setattr(targets, "run_command", run_command)
+    result = run(targets, monkeypatch, targets.varlen, "--options", "--share-gpu --workers 16")
+    assert "at least 1500" in result.output
+    assert seen == [(100.0, ()), (100.0, ()), (60.0, ("--share-gpu", "--workers", "16"))]

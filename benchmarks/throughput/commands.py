@@ -45,7 +45,7 @@ def run_command(plan: Plan, kernels: tuple[str, ...], workers: str, seed: int) -
     with plan.folder() as (folder, caches):
         options = plan.options(workers, budget=f"{plan.seconds}s", seed=str(seed), device=plan.device, out=str(folder / "out"))
         words = [word for name, text in options.items() for word in (f"--{name}", text)]
-        command = [sys.executable, "-P", str(_COMMAND), str(folder / "first"), "run", *kernels, "--json", *words]
+        command = [sys.executable, "-P", str(_COMMAND), str(folder / "first"), "run", *kernels, "--json", *words, *plan.more]
         with Gpu(plan.device == "cuda") as gpu, Session(command, folder, caches) as session:
             session.wait(plan.seconds + _PATIENCE)
             end = session.ended or time.monotonic()

@@ -37,6 +37,8 @@ class Plan:
     rounds: int = 3
     cold: bool = False
     say: Callable[[str], None] = lambda _: None
+    more: tuple[str, ...] = ()
+    """Further options of `attnfuzz run`, which come last."""
 
     @property
     def caches(self) -> str:
