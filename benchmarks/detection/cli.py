@@ -71,7 +71,7 @@ def main(
 
 
 def chosen(bank: dict[str, Mutant], ids: Sequence[str]) -> list[Mutant]:
-    """Return the mutants of the ids, by default all that show on the CPU, of kernels with all outputs and not of pages alone.
+    """Return the mutants of the ids; by default those of the bank that show on the CPU and that the other ways have Cases for.
 
     Raises:
         BadArgument: there is no such mutant, it shows on a GPU only, or the other ways have no Cases for its kernel.
@@ -84,7 +84,7 @@ def chosen(bank: dict[str, Mutant], ids: Sequence[str]) -> list[Mutant]:
         if not _has_other_cases(bank[each].kernel):
             why = f"{bank[each].kernel} lacks outputs that the other ways compare, or takes pages alone"
             raise reject("ID", each, why, "give another")
-    cpu = (each for each in dict.fromkeys(ids or bank) if bank[each].device == "cpu")
+    cpu = (each for each in dict.fromkeys(ids or bank) if bank[each].device == "cpu" and (ids or not bank[each].held_out))
     return [bank[each] for each in cpu if _has_other_cases(bank[each].kernel)]
 
 

@@ -78,6 +78,12 @@ _AGAIN = 3
     help="Campaigns at once [default: the cores, with --device cuda seven eighths of them].",
 )
 @click.option(
+    "--held-out",
+    "held_out",
+    is_flag=True,
+    help="Instead of the bank: bugs that nothing that is drawn or judged was changed for (tests/mutants/held_out).",
+)
+@click.option(
     "--operators",
     metavar="KERNEL",
     help="Instead of the bank: small changes of this kernel's device source, made by operators, without the equivalent ones.",
@@ -101,11 +107,12 @@ def mutants_command(
     deadline: str | None,
     rows_file: str | None,
     jobs: int | None,
+    held_out: bool,
     operators: str | None,
     sample: int | None,
     as_json: bool,
 ) -> None:
-    """Bugs, most of them of released kernels, planted in copies of ours (default: all): how many Cases it takes to find each.
+    """Bugs, most of them of released kernels, planted in copies of ours (default: the bank): how many Cases find each.
 
     Each campaign is that of `attnfuzz run`. Exit 0 only if each finds its bug. Needs a checkout of the repository: the bank is in
     tests/mutants. With --operators KERNEL also libcst.
@@ -113,12 +120,14 @@ def mutants_command(
     detection = _of_checkout("detection")
     equivalent: dict[str, str] = {}
     left_out: dict[str, str] = {}
+    if held_out and (ids or operators is not None):
+        raise reject("held-out", held_out, "it stands for ids, and for the mutants of --operators", "give the one or the other")
     if operators is not None:
         chosen, equivalent = _by_operators(operators, ids, sample)
     elif sample is not None:
         raise reject("sample", sample, "the bank is tried as a whole", "give --operators KERNEL, or ids")
     else:
-        chosen, left_out = _chosen(_bank(), ids, device)
+        chosen, left_out = _chosen(_bank(), ids, device, held_out=held_out)
     cores = len(os.sched_getaffinity(0))
     at_once = min(jobs or (cores if device == "cpu" else max(1, cores * 7 // 8)), _MOST_JOBS * cores)
     campaign = detection.Attempt("", 0, max_examples, shrink, **_limits(detection, chosen, device, each, deadline, at_once))
@@ -186,10 +195,13 @@ def _bank() -> dict[str, Any]:
     return bank
 
 
-def _chosen(bank: dict[str, Any], ids: Sequence[str], device: Device) -> tuple[list[str], dict[str, str]]:
+def _chosen(
+    bank: dict[str, Any], ids: Sequence[str], device: Device, *, held_out: bool = False
+) -> tuple[list[str], dict[str, str]]:
     """Return the ids of the mutants to try, each once, and those that cannot show on the device, with the reasons.
 
-    Without ids, kernels that cannot run on this machine's GPU are left out, as long as another can.
+    Without ids, those of the bank, or what is held out; kernels that cannot run on this machine's GPU are left out, as long as
+    another can.
 
     Raises:
         BadArgument: the bank has none of an id, or it cannot show on the device.
@@ -203,6 +215,8 @@ def _chosen(bank: dict[str, Any], ids: Sequence[str], device: Device) -> tuple[l
             raise reject("ID", each, reasons[each], "give another, or another --device")
     if ids:
         return list(dict.fromkeys(ids)), {}
+    bank = {each: mutant for each, mutant in bank.items() if mutant.held_out == held_out}
+    reasons = {each: reason for each, reason in reasons.items() if each in bank}
     able = [each for each in bank if each not in reasons]
     if device == "cuda":
         kernels = dict.fromkeys(bank[each].kernel for each in able)

@@ -40,7 +40,7 @@ DEADLINE = 10.0
 
 def marks_of(mutant: Mutant) -> list[pytest.MarkDecorator]:
     """Triton's interpreter runs in a process of its own where Triton is compiled."""
-    slow = mutant.isolated or (mutant.kernel != "triton.varlen" and mutant.id not in ALWAYS)
+    slow = mutant.isolated or mutant.held_out or (mutant.kernel != "triton.varlen" and mutant.id not in ALWAYS)
     interpreted = [pytest.mark.interpreted] * (mutant.backend == "triton")
     return [*interpreted, *[pytest.mark.slow] * slow]
 
@@ -195,3 +195,17 @@ def test_a_file_that_is_wrong_is_refused_with_its_name(
     with pytest.raises(ValueError, match=r"RAG-03\.toml: ") as caught:
         bank.mutants.__wrapped__()
     assert text in str(caught.value)
+
+
+def test_what_is_held_out_is_no_part_of_the_bank() -> None:
+    out = {each.id for each in mutants().values() if each.held_out}
+    assert out == {each.stem for each in bank.HELD_OUT.glob("*.toml")}
+    assert len(out) >= 50
+    assert {each.id for each in mutants().values()} - out == {each.stem for each in bank.FOLDER.glob("*.toml")}
+
+
+def test_an_id_is_of_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "RAG-03.toml").write_text((bank.FOLDER / "RAG-03.toml").read_text())
+    monkeypatch.setattr(bank, "HELD_OUT", tmp_path)
+    with pytest.raises(ValueError, match=r"RAG-03\.toml: the bank has a mutant of that id too"):
+        bank.mutants.__wrapped__()

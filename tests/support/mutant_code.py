@@ -70,8 +70,9 @@ def units(mutant: Mutant, kernel: Any) -> dict[str, Any]:
 
 
 def of_device(backend: str) -> list[Mutant]:
-    """Return the mutants whose bug is in device code that a GPU can run."""
-    return [each for each in mutants().values() if each.backend == backend and each.edits("device") and not each.not_on_gpu]
+    """Return the mutants of the bank whose bug is in device code that a GPU can run."""
+    bank = [each for each in mutants().values() if not each.held_out and not each.not_on_gpu]
+    return [each for each in bank if each.backend == backend and each.edits("device")]
 
 
 def errors(mutant: Mutant) -> list[str]:

@@ -1,6 +1,7 @@
 """The bank of mutants: bugs of released attention kernels, of kinds that Cases did not reach, and others that tests need.
 
-One file each in tests/mutants/bugs, planted in copies of our kernels.
+One file each in tests/mutants/bugs, planted in copies of our kernels. Those in tests/mutants/held_out are no part of the bank:
+nothing that is drawn or judged was changed for them, so that they say what the fuzzer finds of bugs that nobody has thought of.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.kernels.faults.planted import Edit, planted_copy, planted_source
 from attnfuzz.strategies.case import FORMAT, Case, case_from_object
 
-__all__ = ["FOLDER", "SUBJECTS", "Campaign", "Memory", "Mutant", "Need", "Patch", "kernel_of", "module_of", "mutants"]
+__all__ = ["FOLDER", "HELD_OUT", "SUBJECTS", "Campaign", "Memory", "Mutant", "Need", "Patch", "kernel_of", "module_of", "mutants"]
 
-FOLDER = TESTS / "mutants" / "bugs"
+FOLDER, HELD_OUT = TESTS / "mutants" / "bugs", TESTS / "mutants" / "held_out"
 Part = Literal["device", "host", "masks"]
 Need = Literal["sequences", "tiles", "values", "kv_heads"]
 """More than two sequences, more than two tiles of tokens, other values than plain ones, several key/value heads."""
@@ -104,7 +105,7 @@ class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     that shows it, JSON as in a case file, without format and kernel. `outputs`: those that are wrong in that Case, and `kinds`:
     of its failures. `needs`: what a Case must have to show it (tests/mutants/test_bank.py tries Cases without). `control`: any
     grid of shapes finds it. `fused`: it shows only where a product and a sum are rounded once. `isolated`: the Case needs a
-    process of its own, which hangs. `not_on_gpu`: why no Case can show it on a GPU.
+    process of its own, which hangs. `not_on_gpu`: why no Case can show it on a GPU. `held_out`: by the folder of its file.
     """
 
     id: str
@@ -121,6 +122,7 @@ class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     fused: bool = False
     isolated: bool = False
     not_on_gpu: str = ""
+    held_out: bool = False
     campaign: Campaign | None = None
     memory: Memory | None = None
 
@@ -149,22 +151,25 @@ class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @functools.cache
 def mutants() -> dict[str, Mutant]:
-    """Read the bank: mutants by id, in the order of their names.
+    """Read the bank, then what is held out: mutants by id, in the order of their names.
 
     Raises:
         ValueError: a file is not a mutant, or not named by its id; the text says which and why.
     """
-    bank = {}
-    for path in sorted(FOLDER.glob("*.toml")):
-        try:
-            each = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Mutant)
-            _check(each)
-        except ValueError as error:
-            raise ValueError(f"{path.name}: {error}") from None
-        if each.id != path.stem:
-            raise ValueError(f"{path.name}: its id is {each.id!r}; a file is named by its id")
-        bank[each.id] = each
-    return bank
+    found: dict[str, Mutant] = {}
+    for folder in (FOLDER, HELD_OUT):
+        for path in sorted(folder.glob("*.toml")):
+            try:
+                each = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Mutant)
+                _check(each)
+            except ValueError as error:
+                raise ValueError(f"{path.name}: {error}") from None
+            if each.id != path.stem:
+                raise ValueError(f"{path.name}: its id is {each.id!r}; a file is named by its id")
+            if each.id in found:
+                raise ValueError(f"{path.name}: the bank has a mutant of that id too")
+            found[each.id] = msgspec.structs.replace(each, held_out=folder == HELD_OUT)
+    return found
 
 
 def _check(mutant: Mutant) -> None:

@@ -65,6 +65,18 @@ def test_each_mutant_has_a_row(campaigns: list[Attempt]) -> None:
     assert "2 of 2 campaigns found their bug; Cases to find it: median 3" in done.output
 
 
+def test_what_is_held_out_is_tried_instead_of_the_bank(campaigns: list[Attempt]) -> None:
+    out = [id_ for id_, each in mutants().items() if each.held_out]
+    run("--seeds", "1")
+    assert {each.mutant for each in campaigns}.isdisjoint(out)
+    campaigns.clear()
+    run("--held-out", "--seeds", "1")
+    assert {each.mutant for each in campaigns} == {each for each in out if mutants()[each].device == "cpu"}
+    campaigns.clear()
+    run(out[0], "--seeds", "1")
+    assert [each.mutant for each in campaigns] == out[:1]
+
+
 def test_a_survivor_is_a_failure_and_its_nearest_case_is_shown(campaigns: list[Attempt]) -> None:
     done = run("MSK-05", "--seeds", "2", "--max-examples", "7")
     assert done.exit_code == 1
@@ -409,6 +421,7 @@ WRONG = {
     "no seeds": (["--seeds", "0"], "'--seeds': 0 is not in the range x>=1"),
     "no number": (["--seeds", "many"], "'--seeds': 'many' is not a valid integer range"),
     "no time": (["--shrink", "0"], "'--shrink': 0.0 is not in the range x>0"),
+    "what is held out, and ids": (["--held-out", "MSK-05"], "held-out=True: it stands for ids"),
     "no jobs": (["--jobs", "0"], "'--jobs': 0 is not in the range x>=1"),
 }
 
