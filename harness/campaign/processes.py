@@ -37,8 +37,6 @@ __all__ = ["WorkerProcesses", "start_process"]
 _PROGRAM = "import sys; from attnfuzz.harness.campaign.process import main; main(sys.argv[1:])"
 _LAST_WORDS = 15.0
 """Seconds that a worker has to end once its connection is closed."""
-_CLOCKS = 0.1
-"""Seconds by which the wall clock may be off the monotonic one at the end of a run."""
 
 
 def start_process(
@@ -124,8 +122,7 @@ class WorkerProcesses(WorkerGroup):
         self._lender = (
             None if settings.in_process else Forkserver(preloads(settings.device, backends), child_variables(settings.device))
         )
-        self._began = time.time()
-        self._budget_end = None if context.end is None else self._began + context.end - time.monotonic()
+        self._began = time.monotonic()
         self._sharing = self._started_sharing()
         # Half of the cores are the compiler's, which may have much to do.
         for _ in range(max(1, min(settings.workers, len(os.sched_getaffinity(0)) // 2))):
@@ -162,9 +159,10 @@ class WorkerProcesses(WorkerGroup):
         if isinstance(self._sharing, NotShared):
             return SharedGpu(None, str(self._sharing))
         if (ended := self._sharing.ended()) is None:
-            return SharedGpu(time.time() - self._began)
+            return SharedGpu(time.monotonic() - self._began)
         # Tasks that are at work when the time of the campaign is over are ended, and sharing with the first of them.
-        to_the_end = self._budget_end is not None and ended.at >= self._budget_end - _CLOCKS
+        end = self._context.end
+        to_the_end = end is not None and ended.at >= end
         return SharedGpu(ended.at - self._began, None if to_the_end else ended.why)
 
     def root(self) -> Root | None:

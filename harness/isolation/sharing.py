@@ -39,7 +39,7 @@ class NotShared(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SharingEnd:
-    """The end of sharing before that of the campaign: when (time.time), and why."""
+    """The end of sharing before that of the campaign: when (time.monotonic), and why."""
 
     at: float
     why: str
@@ -85,7 +85,7 @@ class Sharing:
             return
         try:
             with contextlib.suppress(OSError):
-                os.write(descriptor, json.dumps({"at": time.time(), "why": why}).encode())
+                os.write(descriptor, json.dumps({"at": time.monotonic(), "why": why}).encode())
         finally:
             os.close(descriptor)
         self._quit()
@@ -98,7 +98,7 @@ class Sharing:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError):
-            return SharingEnd(time.time(), "it is not known why")
+            return SharingEnd(time.monotonic(), "it is not known why")
 
     def close(self) -> None:
         """End the server that this process has started."""

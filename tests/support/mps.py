@@ -19,8 +19,8 @@ if [ "$1" = -f ]; then
     echo $$ > "$here/pid"
     touch "$CUDA_MPS_PIPE_DIRECTORY/control"
     while [ -e "$CUDA_MPS_PIPE_DIRECTORY/control" ]; do sleep 0.05; done
-else
-    read line
+elif read line; then
+    # Nothing came where Ctrl-C ended the one who began to say it.
     echo "$line" >> "$here/calls"
     rm -f "$CUDA_MPS_PIPE_DIRECTORY/control"
 fi

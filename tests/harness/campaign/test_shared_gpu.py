@@ -24,6 +24,7 @@ from attnfuzz.harness.campaign.events import CampaignFinished, Event, SharedGpu,
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.cli.main import main
 from attnfuzz.harness.isolation import reaper, sharing
+from attnfuzz.harness.isolation.sharing import Sharing
 from attnfuzz.kernels.contract import Built, Config, Device
 from attnfuzz.kernels.problem import Problem
 
@@ -97,6 +98,22 @@ def test_tasks_that_the_end_of_the_budget_ends_are_no_reason(server: FakeServer)
     found = shared_gpu(done)
     assert (found.reason, server.calls) == (None, [START, QUIT])
     assert found.seconds == pytest.approx(6.0, abs=0.5)
+
+
+@pytest.mark.parametrize(("left", "reason"), [(None, "hang"), (60.0, "hang"), (0.0, None)])
+def test_an_end_before_that_of_the_budget_has_its_reason(left: float | None, reason: str | None, tmp_path: Path) -> None:
+    group = processes.WorkerProcesses.__new__(processes.WorkerProcesses)
+    now = time.monotonic()
+    group._context, group._began = CampaignContext(Settings("cpu"), end=None if left is None else now + left), now - 5
+    group._sharing = Sharing(tmp_path)
+    assert shared_for(group.shared_gpu()) == (pytest.approx(5, abs=1), None), "it goes on"
+    group._sharing.end("hang")
+    assert shared_for(group.shared_gpu()) == (pytest.approx(5, abs=1), reason)
+
+
+def shared_for(found: SharedGpu | None) -> tuple[float | None, str | None]:
+    assert found is not None
+    return found.seconds, found.reason
 
 
 def test_without_a_server_the_workers_do_not_share(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
