@@ -287,6 +287,7 @@ def test_batches_are_timed_in_processes(tmp_path: Path) -> None:
     [
         (["--waits"], "use --device cuda"),
         (["--mps"], "there is no GPU to share; use --device cuda"),
+        (["--json", "/dev/null/none"], "cannot be written"),
         pytest.param(["--cases", "4"], "ask for more", marks=pytest.mark.slow),
         pytest.param(["no.kernel"], "no.kernel", marks=pytest.mark.slow),
     ],
