@@ -312,6 +312,7 @@ def test_processes_with_mps_have_its_server_in_their_environment(
 
     def side_by_side(*_: object) -> list[Any]:
         seen.extend(os.environ[name] for name in sharing.VARIABLES)
+        assert Path(seen[0], "control").exists()
         if fails:
             raise LookupError("planted")
         return [batch.Timed(cases=2, wall=1.0)]

@@ -151,6 +151,17 @@ def test_each_account_adds_up_to_the_time_of_the_turns() -> None:
     assert (total["ms"], total["batch"], total["rate"], total["turns"]) == pytest.approx((500, 8.0, 4.0, 62.5))
 
 
+def test_a_check_without_a_case_in_a_round_counts_as_nothing_there() -> None:
+    stages, rows = part("stages"), list[dict[str, Any]]()
+    for checks in ({"oracle": (30, 5.0), "twice": (10, 2.0)}, {"oracle": (40, 7.0)}, {"oracle": (20, 3.0), "twice": (20, 4.0)}):
+        by_check = {name: {"cases": cases, "seconds": seconds} for name, (cases, seconds) in checks.items()}
+        run = finished({**times(trial=9.0), "checks": by_check})
+        rows += [{"kernel": "k", "workers": "1", "caches": "warm", **row} for row in stages.accounts(run, 1)]
+    found = {row["step"]: (row["part"], row["own"], row["ms"]) for row in stages.sheets(rows)[1].rows}
+    assert found["oracle"] == pytest.approx((75, 500 / 3, 125))
+    assert found["twice"] == pytest.approx((25, 200, 50)), "the median of 0, 10 and 20 Cases"
+
+
 def test_there_is_a_table_for_each_number_of_workers() -> None:
     stages = part("stages")
     rows = [
@@ -162,6 +173,7 @@ def test_there_is_a_table_for_each_number_of_workers() -> None:
     of = [f"{part}: k, {workers} workers, caches warm" for workers in "12" for part in ("stages", "checks")]
     assert [each.title for each in sheets] == of
     assert [row["step"] for row in sheets[1].rows] == ["oracle", "twice"]
+    assert {row["side"] for row in sheets[0].rows} == {"worker", "child", "both"}
     sheets = sheets[::2]
     trial = [next(row["ms"] for row in each.rows if row["step"] == "trial") for each in sheets]
     assert trial == pytest.approx([225, 225])

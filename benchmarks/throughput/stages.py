@@ -8,7 +8,8 @@ idle, or there is none yet. A second table has the child's stages by the check o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -84,7 +85,7 @@ def sheets(rows: list[dict[str, Any]]) -> list[Sheet]:
     columns = [
         Column("side", "side"), Column("step", "step"), Column("ms", "ms a Case", ".3f"), Column("share", "% of its time", ".1f"),
     ]  # fmt: skip
-    joined = medians(rows, ("kernel", "workers", "caches", "side", "step"))
+    joined = medians([*rows, *_without_a_case(rows)], ("kernel", "workers", "caches", "side", "step"))
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in joined:
         groups.setdefault((row["kernel"], row["workers"], row["caches"]), []).append(row)
@@ -97,9 +98,23 @@ def sheets(rows: list[dict[str, Any]]) -> list[Sheet]:
         of = f"{kernel}, {workers} workers, caches {caches}"
         steps = [row for row in group if row["side"] != "check"]
         sheets.append(Sheet(f"stages: {of}", columns, steps, [_sentence(group[0]), note]))
-        if checks := [row for row in group if row["side"] == "check"]:
+        if checks := sorted((row for row in group if row["side"] == "check"), key=lambda row: -row["ms"]):
             sheets.append(Sheet(f"checks: {of}", _BY_CHECK, checks, ["In the child's stages; those of a batch share its waits."]))
     return sheets
+
+
+def _without_a_case(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield a row of zeros for each round that had no Case of a check which another round had."""
+    rounds, numbers, one = Counter[Any](), Counter[Any](), {}
+    for row in rows:
+        run = row["kernel"], row["workers"], row["caches"]
+        rounds[run] += row["side"] == "both"
+        if row["side"] == "check":
+            numbers[run, row["step"]] += 1
+            one[run, row["step"]] = row
+    for (run, check), row in one.items():
+        for _ in range(rounds[run] - numbers[run, check]):
+            yield {**row, "part": 0.0, "own": None, "ms": 0.0, "share": 0.0}
 
 
 def _sentence(row: Mapping[str, Any]) -> str:

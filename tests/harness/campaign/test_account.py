@@ -174,6 +174,7 @@ def test_a_batch_counts_once(watch: Watch) -> None:
     assert (times.cases, times.batches, times.child["judge"]) == (4, 2, 1.5)
     assert times.checks == {"oracle": OfCheck(3, 1.5), "twice": OfCheck(1, 0.75)}
     assert (times + Times(checks={"twice": OfCheck(1, 1.0)})).checks == {"oracle": OfCheck(3, 1.5), "twice": OfCheck(2, 1.75)}
+    assert (Times() + times).checks == times.checks
     assert account.take() == Times(), "the next account begins at 0"
 
 
