@@ -32,11 +32,15 @@ _NOT_PASSED = ("packings", "dtypes_on", "outputs", "compiles_on")
 
 @dataclass(frozen=True, slots=True)
 class AdapterModule:
-    """The lines of an adapter's module, the fields of it that one trial each suggests, and the features that were not tried."""
+    """The lines of an adapter's module, the fields of it that one trial each suggests, and the other features.
+
+    `failed`: those that were wrong or raised where they were tried once; `untried`: those that were not.
+    """
 
     text: str
     suggestions: tuple[str, ...] = ()
     untried: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
 
 
 def with_own_gradients(target: str, device: Device, *, in_process: bool = False) -> tuple[str, bool]:
@@ -88,7 +92,7 @@ def adapter_module(
     if file is None or file.like is None:
         raise ValueError(f"{target} is not a function of a file")
     file = file.seen_from(str(Path.cwd()))
-    keywords, untried = keywords_of(file), []
+    keywords, untried, failed = keywords_of(file), [], []
     suggestions: dict[str, Any] = {}
 
     def may_be_declared(feature: Feature) -> bool:
@@ -102,12 +106,17 @@ def adapter_module(
                     untried.append(feature.spelled)
                 elif works:
                     suggestions |= _more(kernel.capabilities, suggestions, feature.widened)
+                else:
+                    failed.append(feature.spelled)
     except (KeyboardInterrupt, ExecutionError):
         # A campaign's result is at hand, and is not to be lost for what may be declared beside.
         ending()
         untried.append(_REST)
     return AdapterModule(
-        _text(file, target, keywords, suggestions), tuple(_arguments(suggestions)), tuple(dict.fromkeys(untried))
+        _text(file, target, keywords, suggestions),
+        tuple(_arguments(suggestions)),
+        tuple(dict.fromkeys(untried)),
+        tuple(dict.fromkeys(failed)),
     )
 
 

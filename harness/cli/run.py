@@ -246,6 +246,8 @@ def _show_module(terminal: Console, name: str, module: AdapterModule) -> None:
     lines = [f"\nto keep {name} as a kernel, in a module of your own (attnfuzz run MODULE:KERNEL):\n", module.text]
     if module.suggestions:
         lines.append(f"\n{', '.join(module.suggestions)}: not fuzzed yet, each worked where it was tried once")
+    if module.failed:
+        lines.append(f"not fuzzed, wrong or an error where it was tried once: {', '.join(module.failed)}")
     if module.untried:
         lines.append(f"not tried: {', '.join(module.untried)}; attnfuzz check-adapter tries them")
     terminal.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)

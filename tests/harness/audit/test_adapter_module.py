@@ -86,6 +86,7 @@ def test_features_that_work_are_suggested() -> None:
     assert (can.window, can.softcap, can.packings, can.slack) == (False, False, ("dense",), False)
     assert "unequal=True" in module.suggestions
     assert module.untried == ()
+    assert "groups=None" not in module.failed
 
 
 def test_features_that_fail_are_not() -> None:
@@ -93,6 +94,7 @@ def test_features_that_fail_are_not() -> None:
     assert (can.groups, can.unequal, can.outputs, can.scale_given) == ((1,), False, ("o",), False)
     assert (can.dtypes, can.dims) == (("float16", "bfloat16"), ((64, 64),))
     assert not {"groups=None", "unequal=True"} & {*module.suggestions}
+    assert {"groups=None", "unequal=True"} <= {*module.failed}
 
 
 @pytest.mark.parametrize("target", ["acme_module.py:varlen:varlen", "acme_module.py:dense:dense"])
