@@ -350,6 +350,19 @@ def test_the_rate_with_mps_stands_beside_that_without(capsys: pytest.CaptureFixt
     assert "3.00" in said
 
 
+def test_operations_of_a_gpu_are_summed_all_before_those_of_the_judgement(capsys: pytest.CaptureFixture[str]) -> None:
+    operations = {
+        "judgement": {"copy": (1.0, 2.0)},
+        "all": {"copy": (30.0, 40.0), "sort": (5.0, 6.0)},
+        "calls": {"cudaLaunchKernel": (7.0, 8.0)},
+    }
+    of = {"kernel": "k", "device": "cuda", "size": 2, "processes": 1, "rate": 1.0, "processor_ms": 1.0, "ms": {}}
+    loaded("batch").show({**of, "operations": operations})
+    rows = {cells[1]: cells[3::2] for line in capsys.readouterr().out.splitlines() if len(cells := line.split()) > 4}
+    assert rows["all"] == ["35.0", "46.0", "1.0", "2.0"]
+    assert rows["cudaLaunchKernel"] == ["7.0", "8.00"]
+
+
 def test_a_profile_is_of_the_device_and_of_calls_of_cuda() -> None:
     def event(name: str, us: float, device: DeviceType) -> SimpleNamespace:
         return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(elapsed_us=lambda: us))
