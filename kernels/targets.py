@@ -343,9 +343,10 @@ def _lacking(holder: Any, name: str, *, functions: bool) -> _Unusable:
     values = [(each, getattr(holder, each, None)) for each in names]
     kernels = [each for each, value in values if hasattr(value, "compile_key") and not isinstance(value, type)]
     there = f"kernels there: {', '.join(kernels) or 'none'}"
-    if functions and isinstance(holder, ModuleType):
+    if isinstance(holder, ModuleType) and (functions or not kernels):
         own = [each for each, value in values if inspect.isfunction(value) and value.__module__ == holder.__name__]
-        there = f"functions there: {', '.join(own[:_MOST_NAMES]) or 'none'}"
+        of_functions = f"functions there: {', '.join(own[:_MOST_NAMES]) or 'none'}"
+        there = of_functions if functions else f"{there}; {of_functions}" if own else there
     hint = f"did you mean {close[0]!r}?" if close else there
     kind = "module" if isinstance(holder, ModuleType) else "class" if isinstance(holder, type) else type(holder).__name__
     called = getattr(holder, "__name__", "")

@@ -123,6 +123,7 @@ def test_check_adapter_takes_a_file() -> None:
 
 WRONG = {
     "run triton.varlen --like dense": "it says how a function of a file is called, and no file is named",
+    "run attention.py --like dense": "it says how a function of a file is called, and 'attention.py' names a file",
     "run --like dense": "it says how a function of a file is called, and no file is named",
     "run acme_wrong.py:attention": "attention is a function, not a kernel; say how it is called: add --like dense",
     "run acme_wrong.py:attention --like dance": "no adapter has that name; give dense, varlen or paged",
