@@ -29,6 +29,7 @@ def skip_without(kernel: str) -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.slow
 def test_bugs_that_an_interpreter_takes_compile_too(tmp_path: Path) -> None:
     skip_without("triton.flex")
     assert refused(tmp_path, *SELDOM) == {}

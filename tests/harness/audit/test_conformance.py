@@ -520,8 +520,8 @@ def test_deadlines_and_the_memory_check_reach_the_child_processes(monkeypatch: p
 @pytest.mark.parametrize(
     ("fault", "deviation"),
     [
-        ("k scaled in half", "half_scaled_k"),
-        ("partial o in half, splits of 16", "half_partial_o"),
+        pytest.param("k scaled in half", "half_scaled_k", marks=pytest.mark.slow),
+        pytest.param("partial o in half, splits of 16", "half_partial_o", marks=pytest.mark.slow),
         ("split lse in half, splits of 16", "half_split_lse"),
         ("lse in base 2", "lse_base2"),
         ("scale 1 %", None),

@@ -124,7 +124,7 @@ def unordered(text: str) -> int:
 PUBLISH = "                _publish()\n                "
 
 
-@each_variant
+@pytest.mark.parametrize("operands", [pytest.param("ss", marks=pytest.mark.slow), "ts"])
 def test_stores_reach_the_products_and_copies_that_another_thread_starts(operands: str) -> None:
     assert unordered(source(operands)) == unordered(source(operands, grouped=False)) == 0
     assert unordered(source(operands, Edit("        T.fence_proxy_async()\n", ""))) > 0

@@ -399,6 +399,7 @@ def test_outputs_that_lie_in_the_memory_of_another_cases_are_settled_alone(monke
     assert alone == cases
 
 
+@pytest.mark.slow
 def test_all_outputs_are_compared_by_one_launch(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each wait for a device lasts until other processes have had their turns."""
     flags: list[int] = []
