@@ -4,12 +4,11 @@
                                [--alone] [--json FILE] [KERNEL]
 
 Cases are those that a campaign draws, of one dtype and dims, as its batches are; the first two batches are not timed. With
---operations also what the code of this repository asks of the device, by stage and line (benchmarks/device_requests.py), and on a
-GPU the operations there, by kind: all, and those of the judgement, and the calls of CUDA on the host (one process, torch's
-profiler). With --waits also where a Case
-waits for the device, and how often: processes share it in turns, so that each wait lasts until all others have had theirs. With
---mps the processes run once more, and share the GPU at the same time by CUDA's MPS, as those of a campaign may. With --alone also
-whether the Verdicts are those of the Cases alone: exit code 1 if not.
+--operations also what the code of this repository asks of the device, by stage and line (benchmarks/device_requests.py), and on
+a GPU the operations there, by kind: all, and those of the judgement, and the calls of CUDA on the host (one process, torch's
+profiler). With --waits also where a Case waits for the device, and how often: processes share it in turns, so that each wait
+lasts until all others have had theirs. With --mps the processes run once more, and share the GPU at the same time by CUDA's
+MPS, as those of a campaign may. With --alone also whether the Verdicts are those of the Cases alone: exit code 1 if not.
 """
 
 from __future__ import annotations
