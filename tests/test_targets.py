@@ -63,15 +63,22 @@ def test_an_unknown_part_is_refused_with_those_there_are(targets: ModuleType) ->
     assert "cold: All kernels, empty caches" in CliRunner().invoke(targets.main, ["--device", "cpu", "--list"]).output
 
 
-def test_more_options_are_of_the_runs_that_are_measured_alone(targets: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_options_are_of_the_runs_that_are_measured_alone_and_each_in_turn(
+    targets: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     seen: list[tuple[float, tuple[str, ...]]] = []
 
     def run_command(plan: Any, kernels: tuple[str, ...], workers: str, seed: int) -> Any:
         seen.append((plan.seconds, plan.more))
-        row = {"cases": 600, "compiles": len(seen) % 2, "unreached": 0}
+        row = {"cases": 6000 * len(seen), "compiles": 1, "unreached": int(len(seen) == 1)}
         return targets.Finished({"kernels": [row] * len(kernels)}, first=2.0, wall=12.0)
 
     monkeypatch.setattr(targets, "run_command", run_command)
-    result = run(targets, monkeypatch, targets.varlen, "--options", "--share-gpu --workers 16")
+    monkeypatch.setattr(targets, "COMPILED_ALL", set())
+    options, file = ("--share-gpu --workers 16", "--workers 12"), tmp_path / "rows.json"
+    result = run(targets, monkeypatch, targets.varlen, *[f"--options={each}" for each in options], "--json", str(file))
     assert "at least 1500" in result.output
-    assert seen == [(100.0, ()), (100.0, ()), (60.0, ("--share-gpu", "--workers", "16"))]
+    assert seen == [(100.0, ()), (60.0, ()), (60.0, ("--share-gpu", "--workers", "16")), (60.0, ("--workers", "12"))]
+    rows = [(row["options"], row["measured"]) for row in json.loads(file.read_text()) if row["measured"]]
+    kernels = len(targets.KERNELS["cpu"])
+    assert rows == [(options[0], 1800.0 * kernels), (options[1], 2400.0 * kernels)]
