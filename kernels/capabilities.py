@@ -65,6 +65,9 @@ class Deviations(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """O of each split of the keys, a partial O, is rounded to the input dtype before the splits are combined in float32."""
     half_split_lse: bool = False
     """LSE of each split of the keys is rounded to the input dtype before the splits are combined by it."""
+    split_lse_weights: bool = False
+    """O of each split of the keys is multiplied by exp(LSE of the split - LSE), both rounded to float32: these weights do not
+    add up to 1 where |LSE| is large."""
     lse_base2: bool = False
     """LSE is returned as log2."""
     tf32_on: tuple[Device, ...] = ()

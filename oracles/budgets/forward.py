@@ -71,7 +71,7 @@ class Scores:
     m_lse: torch.Tensor
     shift: torch.Tensor
     l_error: torch.Tensor | None
-    """Relative error of a row sum of rounded P, where that is declared."""
+    """Relative error of O that a row shares: of its row sum, or of the weights of splits, where they are declared."""
     n_k: Steps
     """Keys of the sequence, or of each sequence `(Z, 1, 1)`."""
     terms_q: Steps
@@ -218,7 +218,9 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     Lambda = log(1 + sum P (e^delta - 1));  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
     Equal P that one thread adds one after the other are rounded alike each time: with ties + eps / 8 sum_j P (n - 1).
     In a row with scores that mask_mod may or may not hide, all scores that may be seen have one delta (doubts.py).
-    Where LSE of splits is rounded, which is declared, Lambda has that in its delta (`of_split_lse`).
+    Where LSE of splits is rounded, which is declared, Lambda has that in its delta (`of_split_lse`). Where splits are weighted by
+    their LSE, O's relative error is 3 eps (|LSE| + 16) more: LSE of a split is rounded twice, LSE once. A split's LSE may be
+    further from 0 by x, and has the weight e^-x then.
     """
     q, d_o, dim_qk = x.q, x.d_o, x.q.shape[-1]
     values = torch.cat([x.v, *formulas.of_values(x.v), x.k], -1)
@@ -282,6 +284,9 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     if deviations.l_from_rounded_p:
         result.l_error = _rounded_sum(result)
         m_lse += result.l_error
+    if deviations.split_lse_weights:
+        of_weights = lse.masked_fill(dead != 0, 0.0).abs().add_(16.0).mul_(3 * EPS)
+        result.l_error = of_weights if result.l_error is None else result.l_error + of_weights
     if ties or deviations.l_from_rounded_p:
         m_lse.masked_fill_(dead != 0, 0.0)
     return result

@@ -198,6 +198,7 @@ DECLARED = [
     Deviations(half_scaled_k=True),
     Deviations(half_partial_o=True),
     Deviations(half_split_lse=True),
+    Deviations(split_lse_weights=True),
     Deviations(lse_base2=True),
     Deviations(tf32_on=("cpu",)),
 ]

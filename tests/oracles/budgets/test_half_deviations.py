@@ -1,4 +1,5 @@
-"""Declared roundings to half precision: of products that give Delta, of O and LSE of splits of the keys, and of scaled K.
+"""Declared roundings to half precision: of products that give Delta, of O and LSE of splits of the keys, and of scaled K; and
+weights of splits that are made from their LSE.
 
 A kernel that rounds them fails unless it declares that; with the declaration it passes, and faults beside them are still found.
 """
@@ -62,11 +63,12 @@ def failing(
     *,
     check: Check = "oracle",
     seed: int = 1,
+    recipe: Recipe | None = None,
 ) -> set[tuple[str, OutputName | None]]:
     """Kind and output of what fails for a kernel with `faults`, some of them declared."""
     kernel = Emulated(faults=frozenset(faults), capabilities=replace(WIDE, deviations=deviations))
     registry.register(kernel)
-    recipe, config = Recipe(pattern=pattern, seed=seed), Config(tile_m=32, tile_n=32)
+    recipe, config = recipe or Recipe(pattern=pattern, seed=seed), Config(tile_m=32, tile_n=32)
     case = Case(kernel=kernel.name, problem=problem, recipe=recipe, config=config, check=check)
     return {(each.kind, each.output) for each in run_trial(case, "cpu").failures}
 
@@ -99,6 +101,37 @@ def test_relations_between_launches_hold(fault: str, check: Check, dtype: Dtype)
     for problem in PROBLEMS.values():
         plain = replace(problem, dtype=dtype, causal=None, needs=Needs())
         assert failing({fault}, DECLARED[fault], plain, check=check) <= failing(set(), Deviations(), plain, check=check)
+
+
+WEIGHTS = Deviations(split_lse_weights=True)
+FAR = Problem(seqlens_q=(19,), seqlens_k=(185,), dim_qk=64, dim_v=64, packing="dense", softmax_scale=1.0)
+
+
+@pytest.mark.parametrize("size", [128, 40])
+@pytest.mark.parametrize(("dtype", "q_scale"), [("float16", 4.0), ("float32", 2.0)])
+def test_weights_from_lse_fail_far_from_zero_if_they_are_not_declared(dtype: Dtype, q_scale: float, size: int) -> None:
+    """Scores of -50,000 to -100,000: float32 numbers are 0.004 to 0.008 apart there, and LSE moves O by as much."""
+    splits = f"splits weighted by lse, splits of {size}"
+
+    def found(faults: set[str], deviations: Deviations, q_scale: float = q_scale) -> set[tuple[str, OutputName | None]]:
+        recipe = Recipe(pattern="negative", q_scale=q_scale, k_scale=8.0)
+        return failing(faults, deviations, replace(FAR, dtype=dtype), recipe=recipe)
+
+    assert ("mismatch", "o") in found({splits}, Deviations())
+    assert not found({splits}, WEIGHTS)
+    assert not found(set(), Deviations())
+    assert found({splits, "last key dropped"}, WEIGHTS, 2.0**-4)
+
+
+@pytest.mark.parametrize("q_scale", [2.0**-4, 4.0])
+def test_weights_from_lse_widen_o_and_what_delta_reaches_by_lse(q_scale: float) -> None:
+    inputs = materialise(FAR, Recipe(pattern="negative", q_scale=q_scale, k_scale=8.0), "cpu")
+    plain, declared = (budgets(inputs, each, "cpu", ties=False) for each in (Deviations(), WEIGHTS))
+    assert torch.equal(declared.lse, plain.lse)
+    more = {name: declared.outputs[name].allowed - plain.outputs[name].allowed for name in ("o", "dq", "dk", "dv")}
+    assert {name for name, each in more.items() if bool((each > 0).any())} == {"o", "dq", "dk"}
+    of_lse = (inputs.q.double().abs().sum(-1) * inputs.k.double().abs().amax() + 16).amax() * 3 * 2.0**-24
+    assert 0 < (more["o"].amax() / inputs.v.double().abs().amax()) <= of_lse
 
 
 FAULTS = [

@@ -55,7 +55,7 @@ DECLARED = {
     "scaled q, lazy, l from rounded P": Deviations(prescaled_q=True, lazy_rescale=True, l_from_rounded_p=True),
     "Delta of half products, partial O": Deviations(half_delta_products=True, half_partial_o=True),
     "scaled k": Deviations(half_scaled_k=True),
-    "LSE of splits": Deviations(half_split_lse=True),
+    "LSE of splits": Deviations(half_split_lse=True, split_lse_weights=True),
     "normalised P": Deviations(normalised_p=True),
     "scaled k, O and LSE of splits": Deviations(half_scaled_k=True, half_partial_o=True, half_split_lse=True),
     "tf32": Deviations(tf32_on=("cpu",)),

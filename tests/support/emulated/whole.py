@@ -120,6 +120,8 @@ class _Sequence:
         whole = torch.log2(total) + m
         if split := self._split("partial o in half") or self._split("split lse in half"):
             o, whole = self._of_splits(split, whole)
+        if split := self._split("splits weighted by lse"):
+            o, whole = self._weighted(split)
         lse = whole * (1.0 if "lse in base 2" in self.faults else LN_2)
         if "lse in half" in self.faults:
             lse = lse.to(self.dtype).float()
@@ -158,6 +160,25 @@ class _Sequence:
                 weight = weight * 1.01
             o += weight[..., None] * partial
         return o, whole
+
+    def _weighted(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """O and log2 LSE of splits of `size` keys, weighted by exp(LSE of the split - LSE), float32 and natural."""
+        partials, sums = [], []
+        for start in range(0, self.s.shape[-1], size):
+            s, v = self.s[..., start : start + size], self.v[:, start : start + size]
+            live = (s > -math.inf).any(-1)
+            top = s.amax(-1).masked_fill(~live, 0.0)
+            p = torch.exp2(s - top[..., None])
+            total = p.sum(-1).masked_fill(~live, 1.0)
+            partials.append(p.to(self.dtype).float() @ v / total[..., None])
+            sums.append((torch.log(total) + top * LN_2).masked_fill(~live, -math.inf))
+        if not sums:
+            return self.s.new_zeros(*self.s.shape[:-1], self.v.shape[-1]), self.s.new_zeros(self.s.shape[:-1])
+        most = torch.stack(sums).amax(0).masked_fill(~self.live, 0.0)
+        lse = torch.log(torch.stack([torch.exp(each - most) for each in sums]).sum(0)) + most
+        lse = lse.masked_fill(~self.live, 0.0)
+        o = torch.stack([torch.exp(each - lse)[..., None] * part for each, part in zip(sums, partials, strict=True)]).sum(0)
+        return o, lse * LOG2_E
 
     def backward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self.forward()
