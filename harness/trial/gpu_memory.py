@@ -22,7 +22,10 @@ _KEPT = 16
 """A process keeps at most that part of the GPU's memory between two tasks: its share among sixteen workers, and more
 than a batch usually takes, which would wait for all of it otherwise."""
 _SHARE = 16
-"""A kernel that needs more than that part of the GPU's memory is refused on its own account."""
+"""A kernel that needs more than that part of the GPU's memory is refused on its own account, unless that is in proportion:"""
+_TIMES = 16
+"""more than that many times what was allocated before, its inputs among it. Sums of dK and dV in float32 for each of 16 query
+heads are as much."""
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _PATIENCE, _PAUSE = 20.0, 0.5
 _REFUSALS = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
@@ -45,17 +48,27 @@ def trim(device: Device) -> None:
             torch.cuda.empty_cache()
 
 
+_held = 0
+"""Bytes that were allocated when counting began."""
+
+
 def start_counting(device: Device) -> None:
     """Count the most memory that is allocated from now on, for `is_own_need`."""
+    global _held
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        _held = int(torch.cuda.memory_allocated())
 
 
 def is_own_need(error: BaseException, device: Device) -> bool:
-    """Whether memory was refused for what this process needs since `start_counting`, and not for what others hold."""
+    """Whether memory was refused for what this process needs since `start_counting`, and not for what others hold.
+
+    A Case whose inputs take gigabytes needs as much again for its outputs, which other processes may hold.
+    """
     if device != "cuda":
         return True
-    return int(torch.cuda.max_memory_allocated()) + _requested(describe_exception(error)) > _total() // _SHARE
+    needs = int(torch.cuda.max_memory_allocated()) - _held + _requested(describe_exception(error))
+    return needs > max(_total() // _SHARE, _TIMES * _held)
 
 
 def when_free(action: Callable[[], _T], device: Device, patience: float = _PATIENCE) -> _T:

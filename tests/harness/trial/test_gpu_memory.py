@@ -22,9 +22,10 @@ REFUSED = "CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity 
 
 @dataclass
 class Gpu:
-    """160 GiB, of which this process has allocated `peak` at most, and keeps `kept`."""
+    """160 GiB, of which this process has allocated `peak` at most, `held` at first, and keeps `kept`."""
 
     peak: int = 0
+    held: int = 0
     kept: int = 0
     emptied: int = 0
     waits: list[float] = field(default_factory=list)
@@ -38,11 +39,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     own = Gpu()
     monkeypatch.setattr(gpu_memory, "_total", lambda: 160 * GIB)
     monkeypatch.setattr(gpu_memory.time, "sleep", own.waits.append)
+    monkeypatch.setattr(gpu_memory, "_held", 0)
     for name, value in {
         "is_initialized": lambda: True,
         "max_memory_allocated": lambda: own.peak,
         "reset_peak_memory_stats": lambda: None,
-        "memory_allocated": lambda: 0,
+        "memory_allocated": lambda: own.held,
         "memory_reserved": lambda: own.kept,
         "empty_cache": own.empty,
     }.items():
@@ -68,6 +70,16 @@ def test_a_kernel_is_refused_on_its_own_account_beyond_a_share_of_the_gpu(messag
     assert is_out_of_memory(error)
     assert is_own_need(error, "cuda") is own
     assert is_own_need(error, "cpu"), "a child of the CPU has a limit of its own"
+
+
+@pytest.mark.parametrize(
+    ("held", "peak", "own"), [(2, 11, False), (2, 33, False), (2, 35, True), (12, 31, False), (0.5, 9.9, False), (0.5, 11, True)]
+)
+def test_a_need_in_proportion_to_the_inputs_is_not_the_kernels_own(held: float, peak: float, own: bool, gpu: Gpu) -> None:
+    """12 and 31 GiB: seven sequences of 119,724 queries in float32, where other workers held the rest."""
+    gpu.held, gpu.peak = int(held * GIB), int(peak * GIB)
+    gpu_memory.start_counting("cuda")
+    assert is_own_need(torch.OutOfMemoryError(REFUSED.format("512.00 MiB")), "cuda") is own
 
 
 def test_what_torch_keeps_is_given_back_if_it_is_much(gpu: Gpu) -> None:
