@@ -246,20 +246,16 @@ def test_on_a_gpu_the_children_of_all_workers_are_clients_of_the_server(short: P
     assert shared_gpu(done).seconds is not None
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("slug", "ends"),
-    [
-        ("address", True),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("endless", True), ("assert", True), ("none", False))),
-    ],
-)
+@pytest.mark.parametrize(("slug", "ends"), [("address", True), ("endless", True), ("assert", True), ("none", False)])
 def test_on_a_gpu_a_fault_is_found_and_is_not_another_kernels(slug: str, ends: bool, short: Path, tmp_path: Path) -> None:
     names = [f"fault.triton.{slug}", "triton.varlen"]
-    done, _ = campaign(names, tmp_path / "out", budget=40.0, max_failures=1, **ON_A_GPU)
+    # The first processes of a machine import for 15 s, and while compilers are at work a hang is known after as long.
+    done, _ = campaign(names, tmp_path / "out", budget=90.0, max_failures=1, **ON_A_GPU)
     rows = {each.kernel: each for each in done.summaries}
+    assert not rows["triton.varlen"].findings, [each.case.canonical() for each in rows["triton.varlen"].findings]
     assert not selftest.row_of("cuda", rows[names[0]]).wrong
-    assert not rows["triton.varlen"].findings
     print(shared_gpu(done).describe())
     assert shared_gpu(done).seconds is not None
     assert (shared_gpu(done).reason is not None) == ends
