@@ -12,14 +12,14 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Config, Device, Kernel, WindowForm, window_of
+from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, WindowForm, window_of
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import DEFAULT_TILE, SINK_VALUES, Case
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.heads import heads
 from attnfuzz.strategies.kernel_limits import shapes_in_room, within_limits
 from attnfuzz.strategies.layouts import layouts, of_pages
-from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, corners, weighted, whole_blocks
+from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, corners, fits, weighted, whole_blocks
 from attnfuzz.strategies.modifiers import Blocks, Chosen, modifiers, windows
 from attnfuzz.strategies.recipes import recipes, scales
 from attnfuzz.strategies.variants import Variant, all_variants, one_variant
@@ -34,6 +34,9 @@ _GROUPED_TILES = 2
 _TILES_OF_HEAD = 2
 """Tiles for each head of grouped queries in half of the Cases whose limit is less: of one sequence, not one each of several."""
 _SINK_VALUES = st.sampled_from(("moderate", "moderate", *SINK_VALUES))
+_OF_LENGTHS = st.sampled_from((None, None, None, (0, 0), (0, 1), (0, -1), (1, -1), (1, -2)))
+"""Which length limits a window, 0 for the keys and 1 for the queries, and how many tokens more; None: neither does. Such a
+window hides something where queries are more than keys."""
 _FEW_QUERIES = st.sampled_from((1, 1, 2, 4))
 _LIMITS = (0, 1, 2, 16, 100)
 """Limits of windows, in multiples of the least, whose compile keys are compared: code may be for 0, 1 or multiples of 16."""
@@ -149,6 +152,10 @@ class _Parts:
             return st.just(variant.modifiers)
         return _with_window(variant.modifiers, windows(self.can, forms, blocks))
 
+    def takes_any_window(self, variant: Variant) -> bool:
+        """Whether a Case of this variant may have windows of any width."""
+        return variant.modifiers is None or bool(self._forms_of(variant))
+
     def _forms_of(self, variant: Variant) -> tuple[WindowForm, ...]:
         """Return the forms of windows of any width for which the code of a variant with its own modifiers serves."""
         if id(variant) not in self._forms:
@@ -173,6 +180,31 @@ def _with_window(own: Chosen, limited: st.SearchStrategy[tuple[int | None, int |
     rest, has_one = tuple(pair for pair in own if pair[0] != "window"), "window" in dict(own)
     changed = limited.map(lambda window: (*rest, ("window", window)))
     return changed if has_one else weighted((1, st.just(own)), (1, changed))
+
+
+def _with_more_queries(pairs: _Pairs, can: Capabilities, room: Room) -> _Pairs:
+    """Exchange the lengths of sequences with more keys than queries, where there is room."""
+    exchanged = within_limits([pair if 0 in pair else (max(pair), min(pair)) for pair in pairs], can, room)
+    return exchanged if fits(exchanged, room) else pairs
+
+
+def _limited(changed: Chosen) -> tuple[int | None, int | None] | None:
+    """Return the window that is drawn, if a side of it has a limit."""
+    window: tuple[int | None, int | None] = dict(changed).get("window", (None, None))
+    return None if window == (None, None) else window
+
+
+def _with_lengths(
+    changed: Chosen, window: tuple[int | None, int | None], of: tuple[int, int], pairs: _Pairs, multiple: int
+) -> Chosen:
+    """Limit the same sides of a window by the keys (0) or queries (1) of a sequence, some more or fewer.
+
+    A side as long as the keys hides some of them where queries are more: of the sequence in which most are.
+    """
+    n_q, n_k = max(pairs, key=lambda pair: pair[0] - pair[1])
+    length = -(-max(0, (n_k, n_q)[of[0]] + of[1]) // multiple) * multiple
+    sides = tuple(None if side is None else length for side in window)
+    return tuple((name, sides if name == "window" else value) for name, value in changed)
 
 
 def _number(variant: Variant) -> int:
@@ -217,6 +249,10 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
         pairs = within_limits([(min(n_q, few), n_k) for n_q, n_k in pairs], can, room)
     blocks = _blocks(variant, pairs[0]) if of_blocks or split else None
     changed = draw(parts.modifiers(variant, blocks))
+    if blocks is None and parts.takes_any_window(variant) and (limited := _limited(changed)) and (of := draw(_OF_LENGTHS)):
+        if can.unequal and not packed and not can.shapes:
+            pairs = _with_more_queries(pairs, can, room)
+        changed = _with_lengths(changed, limited, of, pairs, can.window_multiple)
     dlse = draw(_DLSE) if can.dlse else False
     sinks = parts.may_have_sinks(variant) and draw(_SINKS_OF_FIRST if variant == parts.first else _SINKS)
     if sinks:

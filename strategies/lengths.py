@@ -14,7 +14,7 @@ from attnfuzz.strategies.kernel_limits import Room, narrowed
 _T = TypeVar("_T")
 _Pair = tuple[int, int]
 
-__all__ = ["Room", "batches", "blocks_in_room", "corners", "edges", "fitted", "weighted", "whole_blocks"]
+__all__ = ["Room", "batches", "blocks_in_room", "corners", "edges", "fits", "fitted", "weighted", "whole_blocks"]
 
 _PASSED = (0, 1, -1, 2)
 """Tokens by which a diagonal passes a corner of tiles."""
@@ -136,6 +136,11 @@ def _corners(unequal: bool, room: Room) -> st.SearchStrategy[tuple[_Pair, ...]]:
     # Cheapest first; without room for any, the smallest.
     every = sorted(fits or [(1, 1)], key=lambda pair: (_cost(room, *pair), sum(pair)))
     return st.sampled_from(every).map(lambda pair: (pair,))
+
+
+def fits(pairs: Sequence[_Pair], room: Room) -> bool:
+    """Whether a batch takes no more tiles than there is room for."""
+    return room.heads * sum(_cost(room, *pair) for pair in pairs) <= room.tiles
 
 
 def _cost(room: Room, n_q: int, n_k: int) -> int:

@@ -56,6 +56,7 @@ _SIZES: dict[Device, tuple[_Size, ...]] = {
 1 ms, and the largest 2.6 ms (triton.varlen); a run had no more Cases where 52 in 64 were of the first kind. Relations have no
 oracle, so that their largest are larger still.
 """
+_GRADIENTS, _TERMS = {"dq", "dk", "dv"}, 3
 _SMALL_TILE = 1 << 13
 """Scores of a tile up to which most Cases of a CPU have it: those of larger tiles cost as much as a large Case."""
 _LAST: deque[tuple[Kernel, _Of, st.SearchStrategy[Case]]] = deque(maxlen=32)
@@ -140,7 +141,7 @@ def _trials(draw: st.DrawFn, sizes: _Sizes) -> Case:
 def _with_check(draw: st.DrawFn, parts: _Parts, *, calls: bool) -> Case:
     case = draw(parts.plain)
     if not calls:
-        return case
+        return replace(case, check="twice") if parts.shows_an_order(case) else case
     check = draw(call_checks(parts.kernel, case.problem, case.config, parts.device))
     if check == "oracle" and parts.of_streams and (other := draw(_one_of((*_PLAIN, *parts.of_streams)))) != "oracle":
         return replace(case, check=other)
@@ -215,6 +216,18 @@ class _Parts:
     def takes_twice(self, case: Case) -> bool:
         """Whether the same call may be made twice."""
         return takes_call(self.kernel, "twice", case.problem, case.config, self.device)
+
+    def shows_an_order(self, case: Case) -> bool:
+        """Whether two equal calls are to show in which order a kernel adds, which gives equal bits each time.
+
+        It takes three terms, so that two orders differ: heads of a group in dK and dV, or tiles of keys in dQ.
+        """
+        problem, tile = case.problem, case.config.tile("tile_n", DEFAULT_TILE)
+        if problem.dtype != "float32" or not {*self.kernel.capabilities.deterministic} >= _GRADIENTS:
+            return False
+        pairs = zip(problem.seqlens_q, problem.seqlens_k, strict=True)
+        several = problem.groups >= _TERMS or any(n_q and n_k > (_TERMS - 1) * tile for n_q, n_k in pairs)
+        return several and self.takes_twice(case)
 
     def has_other_masks(self, case: Case) -> bool:
         """Whether every other mask of an earlier call is compiled already: a Trial must not wait for a compiler."""

@@ -16,7 +16,7 @@ from support.subjects import LIMITS, Subject
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Problem
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.draw import _draw_by_engine, draw_values
 from attnfuzz.strategies.trials import trial_cases
@@ -104,3 +104,44 @@ def test_a_case_takes_less_than_the_engine_takes_for_its_choices(name: str) -> N
         seconds(_draw_by_engine, choices, seed)
     ratios = [seconds(draw_values, strategy, seed) / seconds(_draw_by_engine, choices, seed) for seed in range(7)]
     assert statistics.median(ratios) < 1.0
+
+
+@pytest.mark.parametrize(
+    "can", [{}, {"window_multiple": 8}, {"window_forms": ("left", "right")}], ids=["any", "eights", "one side"]
+)
+def test_windows_end_at_lengths_where_queries_are_more_than_keys(can: dict[str, Any]) -> None:
+    step = can.get("window_multiple", 1)
+    strategy = trial_cases(Subject({"window": True, **can}), device="cpu", limits=LIMITS)
+    cases = [case.problem for seed in range(4) for case in round_of(strategy, seed)]
+    limited = [p for p in cases if p.window and p.window != (None, None)]
+    assert all(side % step == 0 for p in limited for side in p.window or () if side is not None)
+    longer = [(p, n_q, n_k) for p in limited for n_q, n_k in zip(p.seqlens_q, p.seqlens_k, strict=True) if 0 < n_k < n_q]
+    # As long as the keys, or longer, and shorter than the queries: such a side hides something.
+    hides = [p for p, n_q, n_k in longer if any(side is not None and n_k <= side < n_q for side in p.window or ())]
+    assert len(hides) >= len(limited) // 20 >= 3
+    forms = {tuple(side is None for side in p.window or ()) for p in limited}
+    assert forms == ({(False, True), (True, False)} if "window_forms" in can else {(False, True), (True, False), (False, False)})
+
+
+def test_no_window_changes_the_lengths_of_a_kernel_without_unequal_ones() -> None:
+    strategy = trial_cases(Subject({"window": True, "unequal": False}), device="cpu", limits=LIMITS)
+    assert all(case.problem.seqlens_q == case.problem.seqlens_k for case in round_of(strategy))
+
+
+@pytest.mark.parametrize(("outputs", "more"), [(OUTPUT_NAMES, True), (("o", "lse", "dk", "dv"), False)])
+def test_two_equal_calls_show_an_order_of_additions(outputs: tuple[OutputName, ...], more: bool) -> None:
+    """Three terms of a sum that gives equal bits each time, in float32, whose last bits are seen."""
+    can = {"dtypes": ("float16", "float32"), "groups": None, "deterministic": outputs}
+    cases = [each for seed in range(4) for each in round_of(trial_cases(Subject(can), device="cpu", limits=LIMITS), seed)]
+
+    def shares(dtype: str, least: int) -> float:
+        own = [each for each in cases if each.problem.dtype == dtype and each.problem.groups >= least and plain(each)]
+        return sum(each.check == "twice" for each in own) / len(own)
+
+    def plain(case: Case) -> bool:
+        return case.check in ("oracle", "twice")
+
+    assert (shares("float32", 3) == 1.0) == more
+    assert 0 < shares("float16", 1) < 0.3
+    few = [each for each in cases if each.problem.dtype == "float32" and each.problem.groups < 3 and plain(each)]
+    assert any(each.check == "oracle" for each in few)
