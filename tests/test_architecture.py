@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 import tomllib
@@ -28,8 +29,14 @@ FROM_KERNELS = {
 """All modules of the kernels that oracles and strategies may import: data, never a kernel."""
 
 
-def sources() -> list[Path]:
-    return sorted(path for top in TOPS for path in (ROOT / top).rglob("*.py"))
+@functools.cache
+def sources() -> tuple[Path, ...]:
+    return tuple(sorted(path for top in TOPS for path in (ROOT / top).rglob("*.py")))
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def module_name(path: Path) -> str:
@@ -37,11 +44,16 @@ def module_name(path: Path) -> str:
     return ".".join(("attnfuzz", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def module_names() -> frozenset[str]:
+    return frozenset(map(module_name, sources()))
+
+
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """Modules of this project that `path` imports, at the top or inside functions, as dotted names."""
     found = set()
-    known = {module_name(each) for each in sources()}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.startswith("attnfuzz")}
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
@@ -52,8 +64,8 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attnfuzz"):
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                found.add(inner if inner in known else str(node.module))
-    return found
+                found.add(inner if inner in module_names() else str(node.module))
+    return frozenset(found)
 
 
 def test_package_list_matches_the_folders() -> None:
@@ -130,12 +142,13 @@ def test_importing_the_harness_imports_no_backend() -> None:
 
 def test_the_run_never_prints() -> None:
     for path in sources():
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
         printing = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
         assert not printing, f"{path}: the run speaks through events"
 
 
-def defined(module: str) -> set[str]:
+@functools.cache
+def defined(module: str) -> frozenset[str]:
     """Names at the top of a module of this project, and its submodules."""
     path = ROOT.joinpath(*module.split(".")[1:])
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -149,7 +162,7 @@ def defined(module: str) -> set[str]:
             names |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
             # Of a package that loads them when they are asked for.
             names |= {each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
-    return names
+    return frozenset(names)
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "examples"])
