@@ -204,22 +204,28 @@ DECLARED = [
 ]
 
 
+@functools.cache
+def _mixed(dtype: str) -> tuple[Launched, ...]:
+    return tuple(launched(replace(p, dtype=dtype), Recipe(seed=seed)) for seed, p in enumerate(MIXED))
+
+
 def mixed(dtype: str = "float16") -> list[Launched]:
-    return [launched(replace(p, dtype=dtype), Recipe(seed=seed)) for seed, p in enumerate(MIXED)]
+    return list(_mixed(dtype))
 
 
 @pytest.mark.parametrize("deviations", DECLARED, ids=repr)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_declared_deviations_count_in_a_batch_too(deviations: Deviations, dtype: str) -> None:
-    # Twice, so that Cases of equal groups are together too.
-    every = [*mixed(dtype), *mixed(dtype)[::-1]]
+    every = mixed(dtype)
     if deviations.lse_base2:
         outputs = [dataclasses.replace(each.outputs, lse=each.outputs.lse / math.log(2)) for each in every]
         every = [dataclasses.replace(each, outputs=x) for each, x in zip(every, outputs, strict=True)]
-    judged = judge_batch(every, deviations, "cpu")
-    for each, one in zip(every, judged, strict=True):
+    verdicts = [alone(each, deviations) for each in every]
+    # Twice, so that Cases of equal groups are together too.
+    judged = judge_batch([*every, *every[::-1]], deviations, "cpu")
+    for own, one in zip([*verdicts, *verdicts[::-1]], judged, strict=True):
         assert one is not None
-        assert one.verdict == alone(each, deviations)
+        assert one.verdict == own
 
 
 @pytest.mark.parametrize("names", [("o", "lse"), ("dk",), ("dv", "o"), ("lse",)])
@@ -290,9 +296,14 @@ def test_cases_with_sinks_beside_others_have_the_verdicts_that_they_have_alone(d
     assert dtype == "float32" or sum(statistics) >= 3
 
 
+@functools.cache
+def sinks_beside_none() -> tuple[Launched, ...]:
+    return tuple(launched(replace(p, sinks=at % 3 > 0), Recipe(seed=at)) for at, p in enumerate([*MIXED, *MIXED[::-1]]))
+
+
 @pytest.mark.parametrize("deviations", [each for each in DECLARED if not each.lse_base2 and not each.tf32_on], ids=repr)
 def test_declared_deviations_count_beside_sinks_too(deviations: Deviations) -> None:
-    every = [launched(replace(p, sinks=at % 3 > 0), Recipe(seed=at)) for at, p in enumerate([*MIXED, *MIXED[::-1]])]
+    every = sinks_beside_none()
     for each, one in zip(every, judge_batch(every, deviations, "cpu"), strict=True):
         assert one is not None
         assert one.verdict == alone(each, deviations)
