@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from support.peers import Raising, Right, Skewed
 
 from attnfuzz.harness.campaign.events import CampaignFinished, KernelBroke, KernelSkipped, KernelSummary, Worst
-from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.gate import known as known_failures
@@ -22,6 +22,7 @@ from attnfuzz.harness.gate.known import read_known
 from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.harness.report.figures import Figures
 from attnfuzz.kernels import registry
+from attnfuzz.strategies.cases import Limits
 
 CASES = 12
 LATER = (date.today() + timedelta(days=30)).isoformat()
@@ -31,6 +32,9 @@ ENTRY = {"kernel": "torch.skewed", "kind": "mismatch", "output": "dK", "issue": 
 @pytest.fixture(autouse=True)
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
+    # Neither how large Cases are nor how simple the minimal one is matters here.
+    small = replace(PROFILES["quick"], shrink=1.0, limits={"cpu": Limits(batch=2, heads=3, length=60, tiles=4)})
+    monkeypatch.setitem(PROFILES, "quick", small)
     subjects = [Right("torch.right"), Skewed("torch.skewed"), Raising("torch.raising")]
     for kernel in subjects:
         registry.register(kernel)
@@ -68,7 +72,7 @@ def ledger(*entries: dict[str, Any], path: str = "known.toml") -> str:
 
 def case_file() -> str:
     """The case file of what is wrong in torch.skewed."""
-    assert run("torch.skewed").exit_code == 1
+    assert run("torch.skewed", "--max-failures", "1").exit_code == 1
     (path,) = Path(".attnfuzz/cases").glob("*.json")
     return str(path)
 
