@@ -81,9 +81,9 @@ def test_the_children_of_workers_share_and_those_that_compile_do_not(tmp_path: P
 
 
 def test_a_crash_ends_sharing_and_is_found_by_a_process_that_does_not(server: FakeServer, tmp_path: Path) -> None:
-    done, _ = campaign(["fault.abort"], tmp_path / "out", max_examples=30, max_failures=1, workers=2, share_gpu=True)
+    done, _ = campaign(["fault.abort"], tmp_path / "out", max_examples=30, max_failures=1, shrink=1.0, workers=2, share_gpu=True)
     assert {each.identity.kind for each in done.findings} == {"crash"}
-    alone, _ = campaign(["fault.abort"], None, max_examples=30, max_failures=1, workers=2)
+    alone, _ = campaign(["fault.abort"], None, max_examples=30, max_failures=1, shrink=1.0)
     assert {each.identity for each in done.findings} == {each.identity for each in alone.findings}
     found = shared_gpu(done)
     assert found.reason is not None
@@ -132,7 +132,7 @@ def test_one_worker_on_each_gpu_shares_nothing(server: FakeServer, monkeypatch: 
     assert server.calls == []
 
 
-@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize("as_json", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_says_for_how_long_its_workers_shared_the_gpu(as_json: bool, server: FakeServer, tmp_path: Path) -> None:
     options = ["--device", "cpu", "--max-examples", "2", "--workers", "2", "--share-gpu", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(main, ["run", "torch.reference_cpu", *options, *(["--json"] if as_json else [])])

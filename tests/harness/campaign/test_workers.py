@@ -170,17 +170,17 @@ def test_kill_9_of_a_worker_costs_nothing(tidy: Path) -> None:
         killed.extend(workers_of(os.getpid()))
         return killed
 
-    alone, events = campaign([Sleeper("test.sleeper", 0.0)], None, max_examples=12)
-    done, theirs = campaign([SLEEPER], tidy, after(4, lambda: kill_later(0.2, workers)), max_examples=12, workers=2)
+    alone, events = campaign([Sleeper("test.sleeper", 0.0)], None, max_examples=8)
+    done, theirs = campaign([SLEEPER], tidy, after(4, lambda: kill_later(0.2, workers)), max_examples=8, workers=2)
     assert killed, "both workers run where there are cores for them; one tries the only round"
     [first] = resumed(theirs)
     assert first.deaths == 1
     at = theirs.index(first)
     assert next(each for each in theirs[at:] if isinstance(each, TrialFinished)).case == first.case
     ids = tried(theirs, "generate", "replay")
-    assert len(ids) == len(set(ids)) == 12
+    assert len(ids) == len(set(ids)) == 8
     assert set(ids) == set(tried(events))
-    assert done.summaries[0].cases == alone.summaries[0].cases == 12
+    assert done.summaries[0].cases == alone.summaries[0].cases == 8
     assert (done.lost, done.findings) == (None, ())
 
 

@@ -75,8 +75,9 @@ def test_each_variant_takes_operands_from_where_its_name_says(operands: str, sha
     assert all(f"{each}[0].wait((step & 1));" in text for each in (*barriers, "q_full"))
 
 
-@each_variant
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    ("operands", "grouped"), [("ss", True), ("ts", True), ("ts", False), pytest.param("ss", False, marks=pytest.mark.slow)]
+)
 def test_query_heads_that_share_a_key_head_add_to_it_and_others_store(operands: str, grouped: bool) -> None:
     text = source(operands, grouped=grouped)
     # dQ is always added to, by the blocks of all key tiles
@@ -121,15 +122,29 @@ def unordered(text: str) -> int:
     return count
 
 
-PUBLISH = "                _publish()\n                "
-
-
 @pytest.mark.parametrize("operands", [pytest.param("ss", marks=pytest.mark.slow), "ts"])
 def test_stores_reach_the_products_and_copies_that_another_thread_starts(operands: str) -> None:
     assert unordered(source(operands)) == unordered(source(operands, grouped=False)) == 0
-    assert unordered(source(operands, Edit("        T.fence_proxy_async()\n", ""))) > 0
-    for then in ("T.tcgen05_gemm(p_tile", "T.atomic_add(dQ"):
-        assert unordered(source(operands, Edit(f"{PUBLISH}{then}", f"                {then}"))) > 0
+
+
+PUBLISH = "                _publish()\n                "
+UNORDERED = {
+    "no fence": Edit("        T.fence_proxy_async()\n", ""),
+    "before a product": Edit(f"{PUBLISH}T.tcgen05_gemm(p_tile", "                T.tcgen05_gemm(p_tile"),
+    "before a copy": Edit(f"{PUBLISH}T.atomic_add(dQ", "                T.atomic_add(dQ"),
+}
+
+
+@pytest.mark.parametrize(
+    ("operands", "edit"),
+    [
+        pytest.param(operands, edit, marks=() if (operands, edit) in {("ts", "no fence"), ("ts", "before a copy")} else SLOW)
+        for operands in VARIANTS
+        for edit in UNORDERED
+    ],
+)
+def test_stores_that_do_not_reach_them_are_noticed(operands: str, edit: str) -> None:
+    assert unordered(source(operands, UNORDERED[edit])) > 0
 
 
 @each_variant

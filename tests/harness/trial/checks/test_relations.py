@@ -360,7 +360,7 @@ FALSE_ALARMS: tuple[tuple[str, Check, dict[str, Any], Recipe, dict[str, Any]], .
 
 @pytest.mark.parametrize(
     ("name", "check", "values", "recipe", "choices"),
-    [pytest.param(*each, marks=[pytest.mark.slow] * (number in (2, 3))) for number, each in enumerate(FALSE_ALARMS)],
+    [pytest.param(*each, marks=[pytest.mark.slow] * (number in (2, 3, 8, 11))) for number, each in enumerate(FALSE_ALARMS)],
 )
 def test_a_false_alarm_of_before_passes(name: str, check: Check, values, recipe: Recipe, choices) -> None:
     kernel, problem = kernel_named(name), Problem(**values)
