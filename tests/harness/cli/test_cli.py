@@ -15,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from support.schema import wrong
+from support.small import small_cases
 
 from attnfuzz.harness.campaign.corpus import read_case
 from attnfuzz.harness.cli import main as cli
@@ -123,6 +124,7 @@ def _only_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(sys, "argv", ["attnfuzz"])
     monkeypatch.setenv("COLUMNS", "200")
+    small_cases(monkeypatch, shrink=60.0)
 
 
 def attnfuzz(*arguments: str) -> Result:

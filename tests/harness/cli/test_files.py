@@ -114,8 +114,9 @@ def test_a_function_with_a_graph_has_its_gradients_tried() -> None:
 
 def test_check_adapter_takes_a_file() -> None:
     written("acme_checked.py", DIFFERENTIABLE.replace("to(q.dtype)", "to(q.dtype).detach()"))
-    done = attnfuzz("check-adapter", "acme_checked.py:attention", "--like", "dense", "--device", "cpu", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = ["check-adapter", "acme_checked.py:attention", "--like", "dense", "--device", "cpu", "--json"]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
     rows: list[dict[str, Any]] = json.loads(done.stdout)["checks"]
     assert {each["check"]: each["found"] for each in rows}["gradients"] == "declared absent"
     assert {each["status"] for each in rows} == {"ok", "hint", "absent"}

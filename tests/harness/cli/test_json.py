@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from support.peers import Raising, Right, Skewed
 from support.schema import SCHEMA, wrong
+from support.small import small_cases
 
 from attnfuzz.harness.audit.conformance import check as conformance
 from attnfuzz.harness.audit.conformance.check import Conformance
@@ -86,6 +87,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     with pytest.MonkeyPatch.context() as patch, registered():
         patch.chdir(folder)
         patch.setattr(sys, "argv", ["attnfuzz"])
+        small_cases(patch, shrink=10.0)
         content = run(*(each.name for each in SUBJECTS), "--out", str(out), "--events", str(events), seed=3)
     return Done(out, [json.loads(each) for each in events.read_text().splitlines()], content)
 

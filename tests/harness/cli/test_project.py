@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from support.small import small_cases
 
 from attnfuzz.harness.campaign.options import OPTIONS
 from attnfuzz.harness.campaign.project import KEYS, find_project
@@ -42,6 +43,7 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("_registered", "_loaded", "_origins"):
         monkeypatch.setattr(registry, name, {})
     monkeypatch.setattr(sys, "argv", ["attnfuzz"])
+    small_cases(monkeypatch)
     yield folder
     sys.modules.pop("team_kernels", None)
 

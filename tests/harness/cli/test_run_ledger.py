@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from support.peers import Raising, Right, Skewed
+from support.small import small_cases
 
 from attnfuzz.harness.campaign.events import CampaignFinished, KernelBroke, KernelSkipped, KernelSummary, Worst
-from attnfuzz.harness.campaign.settings import PROFILES, Settings
+from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.gate import known as known_failures
@@ -22,7 +23,6 @@ from attnfuzz.harness.gate.known import read_known
 from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.harness.report.figures import Figures
 from attnfuzz.kernels import registry
-from attnfuzz.strategies.cases import Limits
 
 CASES = 12
 LATER = (date.today() + timedelta(days=30)).isoformat()
@@ -32,9 +32,7 @@ ENTRY = {"kernel": "torch.skewed", "kind": "mismatch", "output": "dK", "issue": 
 @pytest.fixture(autouse=True)
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    # Neither how large Cases are nor how simple the minimal one is matters here.
-    small = replace(PROFILES["quick"], shrink=1.0, limits={"cpu": Limits(batch=2, heads=3, length=60, tiles=4)})
-    monkeypatch.setitem(PROFILES, "quick", small)
+    small_cases(monkeypatch)
     subjects = [Right("torch.right"), Skewed("torch.skewed"), Raising("torch.raising")]
     for kernel in subjects:
         registry.register(kernel)
