@@ -11,7 +11,12 @@ from support.mutant_code import said
 
 @pytest.mark.parametrize(
     ("backend", "step"),
-    [("triton", "1"), ("tilelang", "11"), pytest.param("tilelang", "1", marks=pytest.mark.slow)],
+    [
+        ("triton", "4"),
+        ("tilelang", "11"),
+        pytest.param("triton", "1", marks=pytest.mark.slow),
+        pytest.param("tilelang", "1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_function_with_a_bug_has_a_key_of_its_own(backend: str, step: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")

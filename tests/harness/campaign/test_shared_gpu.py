@@ -125,6 +125,7 @@ def test_without_a_server_the_workers_do_not_share(server: FakeServer, monkeypat
     assert server.calls == []
 
 
+@pytest.mark.slow
 def test_one_worker_on_each_gpu_shares_nothing(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes.WorkerProcesses, "_several_on_a_gpu", _several_on_a_gpu)
     done, _ = campaign(["torch.reference_cpu"], None, max_examples=2, workers=2, share_gpu=True)

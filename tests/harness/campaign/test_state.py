@@ -111,8 +111,10 @@ def test_a_failure_without_state_has_no_earlier_cases(tmp_path: Path, executor: 
     assert "after" not in json.loads(path.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_chance_is_no_state(seed: int, tmp_path: Path, executor: Isolated) -> None:
+    # It is true chance: on a busy machine, which runs the Case a few times only, it may look as if it needed earlier ones.
     finding, _ = found("sometimes", tmp_path, executor, seed=seed)
     assert finding.case.after == ()
     assert often(finding.rate) or finding.seldom or finding.partly

@@ -114,7 +114,7 @@ def test_a_function_with_a_graph_has_its_gradients_tried() -> None:
 
 def test_check_adapter_takes_a_file() -> None:
     written("acme_checked.py", DIFFERENTIABLE.replace("to(q.dtype)", "to(q.dtype).detach()"))
-    arguments = ["check-adapter", "acme_checked.py:attention", "--like", "dense", "--device", "cpu", "--json"]
+    arguments = ["check-adapter", "acme_checked.py:attention", "--like", "dense", "--device", "cpu", "--in-process", "--json"]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
     rows: list[dict[str, Any]] = json.loads(done.stdout)["checks"]

@@ -163,8 +163,14 @@ def test_a_right_kernel_passes_with_some_not_judged(lengths: tuple[int, int]) ->
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MASKS_IN_DOUBT)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if number % 3 == turn else pytest.mark.slow)
+        for number, name in enumerate(MASKS_IN_DOUBT)
+        for turn, dtype in enumerate(DTYPES)
+    ],
+)
 def test_every_mask_in_doubt_passes_on_a_right_kernel(name: str, dtype: str) -> None:
     problem = dense(40, 70, mask=MASKS_IN_DOUBT[name], score=alibi(gradient=True), dtype=dtype, causal="bottom_right")
     assert messages(judged("triton.flex", problem, seed=5)) == []
