@@ -206,7 +206,7 @@ def test_an_error_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tasks_end_with_their_time_and_what_has_ended_is_there() -> None:
     start = time.monotonic()
-    rows = processes.finished(tasks.sleeping, [0.0, 600.0], 2, seconds=5.0)
+    rows = processes.finished(tasks.sleeping, [0.0, 600.0], 2, seconds=8.0)
     assert next(rows) == 0.0
     with pytest.raises(processes.TimeOver):
         next(rows)

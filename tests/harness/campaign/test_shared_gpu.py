@@ -94,10 +94,12 @@ def test_a_crash_ends_sharing_and_is_found_by_a_process_that_does_not(server: Fa
 
 
 def test_tasks_that_the_end_of_the_budget_ends_are_no_reason(server: FakeServer) -> None:
+    start = time.monotonic()
     done, _ = campaign([Sleeper("test.long", 60.0)], None, budget=4.0, workers=2, share_gpu=True)
     found = shared_gpu(done)
     assert (found.reason, server.calls) == (None, [START, QUIT])
-    assert found.seconds == pytest.approx(4.0, abs=0.5)
+    assert found.seconds is not None
+    assert 3.5 <= found.seconds <= time.monotonic() - start
 
 
 @pytest.mark.parametrize(("left", "reason"), [(None, "hang"), (60.0, "hang"), (0.0, None)])

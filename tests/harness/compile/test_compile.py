@@ -120,13 +120,13 @@ def test_a_baseline_fails_for_what_is_worse(tmp_path: Path) -> None:
 
 def test_a_compiler_that_dies_or_hangs_is_a_failure_and_a_case(tmp_path: Path) -> None:
     registry.register(Compilable("acme.dying", "planted", plants=("abort", "hang", "refuse"), architectures=("sm_90a",)))
-    result = run(tmp_path, "acme.dying", "--json", "--deadline", "5s")
+    result = run(tmp_path, "acme.dying", "--json", "--deadline", "8s")
     assert result.exit_code == 1, result.output
     rows = rows_of(result)
     aborted, hung = (rows["acme.dying", plant, "sm_90a"] for plant in ("abort", "hang"))
     assert (aborted["kind"], aborted["function"]) == ("crash", "dying")
     assert aborted["error"].startswith("the compiler: SIGABRT")
-    assert (hung["kind"], hung["error"]) == ("hang", "the compiler: compile did not end within 5 s")
+    assert (hung["kind"], hung["error"]) == ("hang", "the compiler: compile did not end within 8 s")
     assert rows["acme.dying", "refuse", "sm_90a"]["error"] == "it refuses"
 
     # A failure is a case like others.

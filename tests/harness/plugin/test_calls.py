@@ -123,7 +123,7 @@ def test_a_budget_is_the_only_limit(children: Isolated) -> None:
     start = time.monotonic()
     search.run(2)
     assert 3.0 <= time.monotonic() - start < 10.0
-    assert search.calls > 10
+    assert search.calls > 1
 
 
 def test_ctrl_c_while_it_is_shrunk_loses_no_failure(children: Isolated, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
