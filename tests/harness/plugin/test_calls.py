@@ -22,6 +22,7 @@ from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.plugin import calls, fuzz_calls
 from attnfuzz.harness.repro.reproduce import Where, reproduce
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.call_sequences import call_machine
 from attnfuzz.strategies.case import CALLS, Case
 from attnfuzz.strategies.cases import Limits
@@ -120,10 +121,13 @@ def test_a_right_kernel_passes(children: Isolated) -> None:
 def test_a_budget_is_the_only_limit(children: Isolated) -> None:
     kernel = registry.get("torch.reference_cpu")
     search = calls._Search(kernel, Settings(device="cpu", budget=3.0, max_examples=None, seed=2, out=None), TrialRunner(children))
+    # The first process takes longer than all of the budget where others are at work.
+    small = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=16, dtype="float32")
+    assert children.trial(Case(kernel=kernel.name, problem=small)).status == "pass"
     start = time.monotonic()
     search.run(2)
     assert 3.0 <= time.monotonic() - start < 10.0
-    assert search.calls > 1
+    assert search.calls > 3
 
 
 def test_ctrl_c_while_it_is_shrunk_loses_no_failure(children: Isolated, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
