@@ -19,7 +19,7 @@ from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.heads import heads
 from attnfuzz.strategies.kernel_limits import shapes_in_room, within_limits
 from attnfuzz.strategies.layouts import layouts, of_pages
-from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, corners, fits, weighted, whole_blocks
+from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, corners, fits, parts_of_keys, weighted, whole_blocks
 from attnfuzz.strategies.modifiers import Blocks, Chosen, modifiers, windows
 from attnfuzz.strategies.recipes import recipes, scales
 from attnfuzz.strategies.variants import Variant, all_variants, one_variant
@@ -29,6 +29,8 @@ __all__ = ["Limits", "cases", "cases_by_compile_key"]
 _Pairs = tuple[tuple[int, int], ...]
 _SPLIT_TILES = 3
 """Tiles of a Case whose keys are divided into parts, as a multiple of the limit: several blocks of keys take that many."""
+_SEVERAL_TILES = 6
+"""The same where two sequences, each of few queries, have such keys."""
 _GROUPED_TILES = 2
 """Heads of grouped queries, as a multiple of the limit on tiles."""
 _TILES_OF_HEAD = 2
@@ -40,6 +42,8 @@ window hides something where queries are more than keys."""
 _FEW_QUERIES = st.sampled_from((1, 1, 2, 4))
 _LIMITS = (0, 1, 2, 16, 100)
 """Limits of windows, in multiples of the least, whose compile keys are compared: code may be for 0, 1 or multiples of 16."""
+_SPLITS, _SEVERAL = st.sampled_from((False, True, True, True)), st.sampled_from((False, False, True))
+"""A Config that divides the keys shows nothing of that in few keys; in few queries only what has no full blocks."""
 _BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))
 _SINKS, _SINKS_OF_FIRST = st.sampled_from((False, False, False, True)), st.booleans()
 """Few, as Cases with sinks are judged one by one; many of the variant whose code for sinks is compiled early."""
@@ -239,7 +243,7 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
     if packed and can.shapes and not any(n_q == n_k for *_, n_q, n_k in can.shapes):
         laid_out, packed = {}, False
     splits = not of_blocks and not can.shapes and variant.config.tile("split") > 1 and "block" in variant.config
-    split = splits and draw(_BOOLEANS)
+    split = splits and draw(_SPLITS)
     room, kv_heads, pairs = draw(
         _lengths(parts, variant, dense=packing == "dense", packed=packed, of_blocks=of_blocks, split=split)
     )
@@ -289,12 +293,15 @@ def _lengths(
     if can.shapes:
         batch, heads_q, kv_heads, n_q, n_k = draw(shapes_in_room(can.shapes, limits.room(variant, 1, tiles), packed=packed))
         return limits.room(variant, heads_q, tiles), kv_heads, ((n_q, n_k),) * batch
+    several = split and can.unequal and not packed and limits.batch > 1 and draw(_SEVERAL)
     # Few heads leave room for several blocks of each.
-    most = draw(_FEW_HEADS if of_blocks or split else parts.most_heads)
+    most = 2 if several else draw(_FEW_HEADS if of_blocks or split else parts.most_heads)
     grouped = min(limits.grouped, limits.heads, _GROUPED_TILES * tiles) if most == limits.heads else 0
     heads_q, kv_heads = draw(heads(can, min(most, limits.heads, tiles), grouped))
-    room = limits.room(variant, heads_q, tiles * (_SPLIT_TILES if split else 1))
-    if of_blocks or split:
+    room = limits.room(variant, heads_q, tiles * (_SEVERAL_TILES if several else _SPLIT_TILES if split else 1))
+    if several:
+        pairs = draw(parts_of_keys(room, variant.config.integer("block"), dense=dense))
+    elif of_blocks or split:
         block, of_keys = variant.config.integer("block"), 2 if split else 1
         pairs = draw(whole_blocks(can, room, block, of_keys=of_keys, dense=dense, packed=packed))
     else:

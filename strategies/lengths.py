@@ -14,7 +14,7 @@ from attnfuzz.strategies.kernel_limits import Room, narrowed
 _T = TypeVar("_T")
 _Pair = tuple[int, int]
 
-__all__ = ["Room", "batches", "blocks_in_room", "corners", "edges", "fits", "fitted", "weighted", "whole_blocks"]
+__all__ = ["Room", "batches", "blocks_in_room", "corners", "edges", "fits", "fitted", "parts_of_keys", "weighted", "whole_blocks"]
 
 _PASSED = (0, 1, -1, 2)
 """Tokens by which a diagonal passes a corner of tiles."""
@@ -116,6 +116,23 @@ def _whole_blocks(
 
     by_count = [of(count) for count in range(1, most + 1)]
     return st.integers(1, most).flatmap(lambda count: by_count[count - 1])
+
+
+def parts_of_keys(room: Room, block: int, *, dense: bool = False) -> st.SearchStrategy[tuple[_Pair, ...]]:
+    """Return a strategy of two sequences with few queries and two or three blocks of keys, which a Config divides into parts.
+
+    A part's sums have a stride for each sequence, head and part: all of them show only where there are several of each.
+    """
+    return _parts_of_keys(room, block, dense)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _parts_of_keys(room: Room, block: int, dense: bool) -> st.SearchStrategy[tuple[_Pair, ...]]:
+    queries = {1, 2, 3, room.tile_m - 1, room.tile_m, room.tile_m + 1} - {0}
+    keys = [n for n in (block + 1, 2 * block - 1, 2 * block, 2 * block + 1) if n <= room.length] or [room.length]
+    pairs = sorted(((q, k) for q in queries for k in keys), key=lambda pair: (_cost(room, *pair), sum(pair)))
+    pair = st.sampled_from([each for each in pairs if fits((each, each), room)] or pairs[:1])
+    return pair.map(lambda each: (each, each)) if dense else st.tuples(pair, pair)
 
 
 def corners(can: Capabilities, room: Room, *, packed: bool = False) -> st.SearchStrategy[tuple[_Pair, ...]]:
