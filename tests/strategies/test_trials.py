@@ -19,6 +19,7 @@ from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Problem
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.draw import _draw_by_engine, draw_values
+from attnfuzz.strategies.lengths import Room, fits, parts_of_keys
 from attnfuzz.strategies.trials import trial_cases
 from attnfuzz.strategies.variants import all_variants
 
@@ -145,3 +146,31 @@ def test_two_equal_calls_show_an_order_of_additions(outputs: tuple[OutputName, .
     assert 0 < shares("float16", 1) < 0.3
     few = [each for each in cases if each.problem.dtype == "float32" and each.problem.groups < 3 and plain(each)]
     assert any(each.check == "oracle" for each in few)
+
+
+def test_keys_that_a_config_divides_are_of_several_sequences_and_heads_in_some_cases() -> None:
+    """Sums of parts have a stride for each; of triton.flex, whose Configs do that."""
+    strategy = trial_cases(registry.get("triton.flex"), device="cpu", limits=LIMITS)
+    cases = [case for seed in range(4) for case in round_of(strategy, seed) if case.config.tile("split") > 1]
+
+    def parts(case: Case) -> int:
+        return sum(min(case.config.integer("split"), -(-n // case.config.integer("block"))) for n in case.problem.seqlens_k if n)
+
+    several = [each for each in cases if each.problem.heads > 1 and parts(each) > each.problem.batch > 1]
+    assert len(cases) >= 20
+    assert len(several) >= 3
+    dense = [each.problem for each in cases if each.problem.packing == "dense"]
+    assert all(len({*zip(each.seqlens_q, each.seqlens_k, strict=True)}) == 1 for each in dense)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("tiles", [1, 6, 24, 96])
+def test_parts_of_keys_stay_in_their_room(tiles: int, dense: bool) -> None:
+    room = Room(batch=2, length=300, tiles=tiles, heads=2, tile_m=16, tile_n=32)
+    drawn: list[tuple[tuple[int, int], ...]] = []
+    draw_values(parts_of_keys(room, 64, dense=dense), drawn.append, seed=1, examples=60)
+    assert all(len(pairs) == 2 and all(0 < n_q <= 17 and 64 < n_k <= 129 for n_q, n_k in pairs) for pairs in drawn)
+    assert all(fits(pairs, room) for pairs in drawn) or tiles < 12
+    assert not dense or all(first == second for first, second in drawn)
+    if tiles < 12:
+        assert set(drawn) == {((1, 65), (1, 65))}, "the cheapest, where none fits"
