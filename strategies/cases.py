@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, WindowForm, window_of
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import Causal, Problem
 from attnfuzz.strategies.case import DEFAULT_TILE, SINK_VALUES, Case
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.heads import heads
@@ -36,9 +36,10 @@ _GROUPED_TILES = 2
 _TILES_OF_HEAD = 2
 """Tiles for each head of grouped queries in half of the Cases whose limit is less: of one sequence, not one each of several."""
 _SINK_VALUES = st.sampled_from(("moderate", "moderate", *SINK_VALUES))
-_OF_LENGTHS = st.sampled_from((None, None, None, (0, 0), (0, 1), (0, -1), (1, -1), (1, -2)))
-"""Which length limits a window, 0 for the keys and 1 for the queries, and how many tokens more; None: neither does. Such a
-window hides something where queries are more than keys."""
+_OF_LENGTHS = st.sampled_from((None, None, None, None, (0, -1), (0, 0), (0, 1), (1, -2)))
+"""Which length limits a side of a window, 0 for the keys and 1 for the queries, and how many tokens more; None: neither does."""
+_DECODING = 4
+"""Queries up to which a batch is one of decoding."""
 _FEW_QUERIES = st.sampled_from((1, 1, 2, 4))
 _LIMITS = (0, 1, 2, 16, 100)
 """Limits of windows, in multiples of the least, whose compile keys are compared: code may be for 0, 1 or multiples of 16."""
@@ -186,29 +187,50 @@ def _with_window(own: Chosen, limited: st.SearchStrategy[tuple[int | None, int |
     return changed if has_one else weighted((1, st.just(own)), (1, changed))
 
 
+def _side_of_length(causal: Causal | None, window: tuple[int | None, int | None]) -> int | None:
+    """Return the side of a window (0: left, 1: right) that hides something where it is as long as the keys, or longer.
+
+    That takes more queries than keys, and to the left a diagonal from the top left: from the bottom right, the last query sees
+    the first key by a side of n_k - 1. Under a causal mask the right side hides nothing.
+    """
+    side = {"top_left": 0, None: 1}.get(causal)
+    return side if side is not None and window[side] is not None else None
+
+
 def _with_more_queries(pairs: _Pairs, can: Capabilities, room: Room) -> _Pairs:
-    """Exchange the lengths of sequences with more keys than queries, where there is room."""
+    """Exchange the lengths of sequences with more keys than queries, where there is room; not those of decoding."""
+    longest = max(n_q for n_q, _ in pairs)
+    if longest <= _DECODING or not can.unequal:
+        return pairs
     exchanged = within_limits([pair if 0 in pair else (max(pair), min(pair)) for pair in pairs], can, room)
     return exchanged if fits(exchanged, room) else pairs
 
 
-def _limited(changed: Chosen) -> tuple[int | None, int | None] | None:
-    """Return the window that is drawn, if a side of it has a limit."""
-    window: tuple[int | None, int | None] = dict(changed).get("window", (None, None))
-    return None if window == (None, None) else window
+def _with_length(window: tuple[int | None, int | None], side: int, length: int, can: Capabilities) -> tuple[int | None, ...]:
+    """Limit a side of a window by a length, or by the next multiple that a kernel takes; both sides where they must be equal."""
+    limit = -(-max(0, length) // can.window_multiple) * can.window_multiple
+    alike = can.window_forms == ("equal",)
+    return tuple(limit if number == side or alike else old for number, old in enumerate(window))
 
 
-def _with_lengths(
-    changed: Chosen, window: tuple[int | None, int | None], of: tuple[int, int], pairs: _Pairs, multiple: int
-) -> Chosen:
-    """Limit the same sides of a window by the keys (0) or queries (1) of a sequence, some more or fewer.
+def _window_of_lengths(
+    draw: st.DrawFn, can: Capabilities, room: Room, pairs: _Pairs, changed: Chosen, causal: Causal | None, *, fixed: bool
+) -> tuple[_Pairs, Chosen]:
+    """Draw lengths and modifiers again in which a side of the window is about as long as the keys of a sequence, or as queries.
 
-    A side as long as the keys hides some of them where queries are more: of the sequence in which most are.
+    `fixed`: the lengths are not to be exchanged.
     """
-    n_q, n_k = max(pairs, key=lambda pair: pair[0] - pair[1])
-    length = -(-max(0, (n_k, n_q)[of[0]] + of[1]) // multiple) * multiple
-    sides = tuple(None if side is None else length for side in window)
-    return tuple((name, sides if name == "window" else value) for name, value in changed)
+    window = dict(changed).get("window", (None, None))
+    side = _side_of_length(causal, window)
+    if side is None or (of := draw(_OF_LENGTHS)) is None:
+        return pairs, changed
+    pairs = pairs if fixed else _with_more_queries(pairs, can, room)
+    # The sequence with most queries beyond its keys.
+    n_q, n_k = max(((q, k) for q, k in pairs if k), key=lambda pair: pair[0] - pair[1], default=(0, 0))
+    if n_q <= n_k:
+        return pairs, changed
+    limited = _with_length(window, side, (n_k, n_q)[of[0]] + of[1], can)
+    return pairs, tuple((name, limited if name == "window" else value) for name, value in changed)
 
 
 def _number(variant: Variant) -> int:
@@ -253,10 +275,9 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
         pairs = within_limits([(min(n_q, few), n_k) for n_q, n_k in pairs], can, room)
     blocks = _blocks(variant, pairs[0]) if of_blocks or split else None
     changed = draw(parts.modifiers(variant, blocks))
-    if blocks is None and parts.takes_any_window(variant) and (limited := _limited(changed)) and (of := draw(_OF_LENGTHS)):
-        if can.unequal and not packed and not can.shapes:
-            pairs = _with_more_queries(pairs, can, room)
-        changed = _with_lengths(changed, limited, of, pairs, can.window_multiple)
+    if blocks is None and parts.takes_any_window(variant):
+        fixed = packed or bool(can.shapes)
+        pairs, changed = _window_of_lengths(draw, can, room, pairs, changed, variant.causal, fixed=fixed)
     dlse = draw(_DLSE) if can.dlse else False
     sinks = parts.may_have_sinks(variant) and draw(_SINKS_OF_FIRST if variant == parts.first else _SINKS)
     if sinks:
