@@ -36,7 +36,7 @@ _GROUPED_TILES = 2
 _TILES_OF_HEAD = 2
 """Tiles for each head of grouped queries in half of the Cases whose limit is less: of one sequence, not one each of several."""
 _SINK_VALUES = st.sampled_from(("moderate", "moderate", *SINK_VALUES))
-_OF_LENGTHS = st.sampled_from((None, None, None, None, (0, -1), (0, 0), (0, 1), (1, -2)))
+_OF_LENGTHS = st.sampled_from((None, None, (0, 0), (0, 0), (0, 1), (0, -1), (1, -2)))
 """Which length limits a side of a window, 0 for the keys and 1 for the queries, and how many tokens more; None: neither does."""
 _DECODING = 4
 """Queries up to which a batch is one of decoding."""
@@ -198,12 +198,16 @@ def _side_of_length(causal: Causal | None, window: tuple[int | None, int | None]
 
 
 def _with_more_queries(pairs: _Pairs, can: Capabilities, room: Room) -> _Pairs:
-    """Exchange the lengths of sequences with more keys than queries, where there is room; not those of decoding."""
-    longest = max(n_q for n_q, _ in pairs)
-    if longest <= _DECODING or not can.unequal:
+    """Give every sequence that has both more queries than keys; not those of decoding.
+
+    Where keys are more, their numbers are exchanged if there is room; else, or where both are equal, half of the keys are left.
+    """
+    if not can.unequal or max(n_q for n_q, _ in pairs) <= _DECODING:
         return pairs
-    exchanged = within_limits([pair if 0 in pair else (max(pair), min(pair)) for pair in pairs], can, room)
-    return exchanged if fits(exchanged, room) else pairs
+    exchanged = [(max(pair), min(pair)) if 0 not in pair else pair for pair in pairs]
+    fewer = [(n_q, n_k if n_q > n_k else max(1, n_q // 2)) if n_q and n_k else (n_q, n_k) for n_q, n_k in pairs]
+    halved = [(n_q, n_k // 2) if n_q == n_k > 1 else (n_q, n_k) for n_q, n_k in exchanged]
+    return within_limits(halved if fits(within_limits(halved, can, room), room) else fewer, can, room)
 
 
 def _with_length(window: tuple[int | None, int | None], side: int, length: int, can: Capabilities) -> tuple[int | None, ...]:
