@@ -244,6 +244,8 @@ def main(
         return
     if wrong := [each for each in only if each not in PARTS[where]]:
         raise click.BadParameter(f"{wrong[0]!r}: on {where} there are {', '.join(PARTS[where])}", param_hint="--only")
+    if len(options) > 1 and "cold" in (only or PARTS[where]):
+        raise click.BadParameter("cold: the caches are empty once; give --only without it, or one", param_hint="--options")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="targets-", ignore_cleanup_errors=True) as folder:
         os.environ.update(cold_caches(Path(folder)))

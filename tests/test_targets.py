@@ -80,5 +80,7 @@ def test_more_options_are_of_the_runs_that_are_measured_alone_and_each_in_turn(
     assert "at least 1500" in result.output
     assert seen == [(100.0, ()), (60.0, ()), (60.0, ("--share-gpu", "--workers", "16")), (60.0, ("--workers", "12"))]
     rows = [(row["options"], row["measured"]) for row in json.loads(file.read_text()) if row["measured"]]
+    again = CliRunner().invoke(targets.main, ["--device", "cpu", "--options=--plain", "--options=", "--only", "cold"])
+    assert (again.exit_code, "the caches are empty once" in again.output) == (2, True)
     kernels = len(targets.KERNELS["cpu"])
     assert rows == [(options[0], 1800.0 * kernels), (options[1], 2400.0 * kernels)]

@@ -22,10 +22,10 @@ _KEPT = 16
 """A process keeps at most that part of the GPU's memory between two tasks: its share among sixteen workers, and more
 than a batch usually takes, which would wait for all of it otherwise."""
 _SHARE = 16
-"""A kernel that needs more than that part of the GPU's memory is refused on its own account, unless that is in proportion:"""
+"""A kernel that needs more than that part of the GPU's memory is refused on its own account, unless its inputs are large."""
 _TIMES = 16
-"""more than that many times what was allocated before, its inputs among it. Sums of dK and dV in float32 for each of 16 query
-heads are as much."""
+"""A kernel may need that many times what was allocated when counting began, its inputs among it, as far as the GPU has so much:
+sums of dK and dV in float32 for each of 16 query heads are as much."""
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _PATIENCE, _PAUSE = 20.0, 0.5
 _REFUSALS = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
@@ -68,7 +68,7 @@ def is_own_need(error: BaseException, device: Device) -> bool:
     if device != "cuda":
         return True
     needs = int(torch.cuda.max_memory_allocated()) - _held + _requested(describe_exception(error))
-    return needs > max(_total() // _SHARE, _TIMES * _held)
+    return needs > max(_total() // _SHARE, min(_TIMES * _held, _total() - _held))
 
 
 def when_free(action: Callable[[], _T], device: Device, patience: float = _PATIENCE) -> _T:

@@ -285,7 +285,7 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
         result.l_error = _rounded_sum(result)
         m_lse += result.l_error
     if deviations.split_lse_weights:
-        of_weights = lse.masked_fill(dead != 0, 0.0).abs().add_(16.0).mul_(3 * EPS)
+        of_weights = lse.abs().add_(16.0).mul_(3 * EPS)
         result.l_error = of_weights if result.l_error is None else result.l_error + of_weights
     if ties or deviations.l_from_rounded_p:
         m_lse.masked_fill_(dead != 0, 0.0)

@@ -10,14 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import strategies as st
 from hypothesis.errors import HypothesisWarning
+from msgspec.structs import replace
 from support.subjects import LIMITS, Subject
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Problem
+from attnfuzz.kernels.problem import OUTPUT_NAMES, Causal, OutputName, Problem
+from attnfuzz.oracles.attention import visible_keys
 from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.cases import _side_of_length, _with_more_queries
 from attnfuzz.strategies.draw import _draw_by_engine, draw_values
 from attnfuzz.strategies.lengths import Room, fits, parts_of_keys
 from attnfuzz.strategies.trials import trial_cases
@@ -107,21 +111,58 @@ def test_a_case_takes_less_than_the_engine_takes_for_its_choices(name: str) -> N
     assert statistics.median(ratios) < 1.0
 
 
+def hides(problem: Problem) -> bool:
+    """Whether a window hides something in some sequence."""
+    whole = replace(problem, window=None)
+    return any(not torch.equal(visible_keys(problem, each), visible_keys(whole, each)) for each in range(problem.batch))
+
+
 @pytest.mark.parametrize(
-    "can", [{}, {"window_multiple": 8}, {"window_forms": ("left", "right")}], ids=["any", "eights", "one side"]
+    ("causal", "can", "least"),
+    [
+        (None, {"window_forms": ("right",)}, 0.65),
+        (None, {"window_forms": ("equal",), "window_multiple": 8}, 0.4),
+        (None, {"window_forms": ("right",), "packings": ("dense",)}, 0.6),
+        (None, {"window_forms": ("left",)}, 0.5),
+        ("top_left", {}, 0.45),
+        ("bottom_right", {"window_forms": ("left",)}, 0.5),
+        ("bottom_right", {"window_forms": ("left",), "packings": ("dense",)}, 0.5),
+    ],
 )
-def test_windows_end_at_lengths_where_queries_are_more_than_keys(can: dict[str, Any]) -> None:
-    step = can.get("window_multiple", 1)
-    strategy = trial_cases(Subject({"window": True, **can}), device="cpu", limits=LIMITS)
+def test_most_windows_hide_something_and_some_are_as_long_as_the_keys(
+    causal: Causal | None, can: dict[str, Any], least: float
+) -> None:
+    strategy = trial_cases(Subject({"window": True, "causal": (causal,), **can}), device="cpu", limits=LIMITS)
     cases = [case.problem for seed in range(4) for case in round_of(strategy, seed)]
-    limited = [p for p in cases if p.window and p.window != (None, None)]
-    assert all(side % step == 0 for p in limited for side in p.window or () if side is not None)
-    longer = [(p, n_q, n_k) for p in limited for n_q, n_k in zip(p.seqlens_q, p.seqlens_k, strict=True) if 0 < n_k < n_q]
-    # As long as the keys, or longer, and shorter than the queries: such a side hides something.
-    hides = [p for p, n_q, n_k in longer if any(side is not None and n_k <= side < n_q for side in p.window or ())]
-    assert len(hides) >= len(limited) // 20 >= 3
-    forms = {tuple(side is None for side in p.window or ()) for p in limited}
-    assert forms == ({(False, True), (True, False)} if "window_forms" in can else {(False, True), (True, False), (False, False)})
+    limited = [(p, p.window) for p in cases if p.window and p.window != (None, None)]
+    step, forms = can.get("window_multiple", 1), can.get("window_forms")
+    assert all(side is None or side % step == 0 for _, window in limited for side in window)
+    assert all(left == right for _, (left, right) in limited) or forms != ("equal",)
+    hiding = [(p, window) for p, window in limited if hides(p)]
+    assert len(hiding) / len(limited) >= least
+    number = 0 if causal == "top_left" else 1
+    long = [
+        (window[number], n_q, n_k) for p, window in hiding for n_q, n_k in zip(p.seqlens_q, p.seqlens_k, strict=True)
+        if window[number] is not None and 0 < n_k <= (window[number] or 0) < n_q
+    ]  # fmt: skip
+    assert (len(long) >= 5) == (causal != "bottom_right" and forms != ("left",))
+
+
+def test_which_side_of_a_window_may_be_as_long_as_the_keys() -> None:
+    assert [_side_of_length("top_left", each) for each in ((3, 0), (3, None), (None, 3))] == [0, 0, None]
+    assert [_side_of_length(None, each) for each in ((3, 0), (3, None), (None, 3), (None, None))] == [1, None, 1, None]
+    assert [_side_of_length("bottom_right", each) for each in ((3, 0), (3, None), (3, 3))] == [None, None, None]
+
+
+def test_every_sequence_gets_more_queries_than_keys_where_there_is_room() -> None:
+    can, room = Subject({"window": True}).capabilities, Room(batch=3, length=200, tiles=12, heads=1, tile_m=16, tile_n=64)
+    assert _with_more_queries(((5, 40), (30, 30), (0, 7)), can, room) == ((40, 5), (30, 15), (0, 7))
+    assert _with_more_queries(((5, 0), (1, 1)), can, room) == ((5, 0), (1, 1))
+    # 190 queries are 12 tiles, and leave none for the other sequence.
+    assert _with_more_queries(((60, 190), (5, 5)), can, room) == ((60, 30), (5, 2))
+    assert _with_more_queries(((4, 190), (1, 5)), can, room) == ((4, 190), (1, 5)), "decoding"
+    equal = Subject({"window": True, "unequal": False}).capabilities
+    assert _with_more_queries(((30, 30),), equal, room) == ((30, 30),)
 
 
 def test_no_window_changes_the_lengths_of_a_kernel_without_unequal_ones() -> None:
@@ -146,6 +187,8 @@ def test_two_equal_calls_show_an_order_of_additions(outputs: tuple[OutputName, .
     assert 0 < shares("float16", 1) < 0.3
     few = [each for each in cases if each.problem.dtype == "float32" and each.problem.groups < 3 and plain(each)]
     assert any(each.check == "oracle" for each in few)
+    tiles = [each for each in few if max(each.problem.seqlens_k) <= 2 * each.config.tile("tile_n")]
+    assert sum(each.check == "twice" for each in tiles) / len(tiles) < 0.5
 
 
 def test_keys_that_a_config_divides_are_of_several_sequences_and_heads_in_some_cases() -> None:

@@ -216,6 +216,7 @@ def mixed(dtype: str = "float16") -> list[Launched]:
 IN_FLOAT32 = [
     Deviations(prescaled_q=True),
     Deviations(lazy_rescale=True),
+    Deviations(split_lse_weights=True),
     Deviations(lse_base2=True),
     Deviations(tf32_on=("cpu",)),
 ]

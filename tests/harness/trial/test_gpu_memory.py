@@ -73,7 +73,19 @@ def test_a_kernel_is_refused_on_its_own_account_beyond_a_share_of_the_gpu(messag
 
 
 @pytest.mark.parametrize(
-    ("held", "peak", "own"), [(2, 11, False), (2, 33, False), (2, 35, True), (12, 31, False), (0.5, 9.9, False), (0.5, 11, True)]
+    ("held", "peak", "own"),
+    [
+        (2, 11, False),
+        (2, 33, False),
+        (2, 35, True),
+        (12, 31, False),
+        (0.5, 9.9, False),
+        (0.5, 11, True),
+        # More than the GPU has beside them.
+        (12, 159, False),
+        (12, 160, True),
+        (40, 240, True),
+    ],
 )
 def test_a_need_in_proportion_to_the_inputs_is_not_the_kernels_own(held: float, peak: float, own: bool, gpu: Gpu) -> None:
     """12 and 31 GiB: seven sequences of 119,724 queries in float32, where other workers held the rest."""

@@ -144,15 +144,18 @@ def test_weights_from_lse_fail_far_from_zero_if_they_are_not_declared(dtype: Dty
     assert found({splits, "last key dropped"}, WEIGHTS, 2.0**-4)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("before", [Deviations(), Deviations(l_from_rounded_p=True)])
 @pytest.mark.parametrize("q_scale", [2.0**-4, 4.0])
-def test_weights_from_lse_widen_o_and_what_delta_reaches_by_lse(q_scale: float) -> None:
-    inputs = materialise(FAR, Recipe(pattern="negative", q_scale=q_scale, k_scale=8.0), "cpu")
-    plain, declared = (budgets(inputs, each, "cpu", ties=False) for each in (Deviations(), WEIGHTS))
+def test_weights_from_lse_widen_o_by_that_of_lse_and_delta(q_scale: float, before: Deviations, dtype: Dtype) -> None:
+    inputs = materialise(replace(FAR, dtype=dtype), Recipe(pattern="negative", q_scale=q_scale, k_scale=8.0), "cpu")
+    plain, declared = (budgets(inputs, each, "cpu", ties=False) for each in (before, replace(before, split_lse_weights=True)))
     assert torch.equal(declared.lse, plain.lse)
     more = {name: declared.outputs[name].allowed - plain.outputs[name].allowed for name in ("o", "dq", "dk", "dv")}
     assert {name for name, each in more.items() if bool((each > 0).any())} == {"o", "dq", "dk"}
-    of_lse = (inputs.q.double().abs().sum(-1) * inputs.k.double().abs().amax() + 16).amax() * 3 * 2.0**-24
-    assert 0 < (more["o"].amax() / inputs.v.double().abs().amax()) <= of_lse
+    expected = truth(inputs, Deviations(), "cpu")
+    of_lse = expected["o"].expected.abs() * 3 * 2.0**-24 * (expected["lse"].expected.abs() + 16)[..., None]
+    torch.testing.assert_close(more["o"], of_lse, rtol=1e-4, atol=1e-9)
 
 
 FAULTS = [
