@@ -44,7 +44,7 @@ _FEW_QUERIES = st.sampled_from((1, 1, 2, 4))
 _LIMITS = (0, 1, 2, 16, 100)
 """Limits of windows, in multiples of the least, whose compile keys are compared: code may be for 0, 1 or multiples of 16."""
 _SPLITS, _SEVERAL = st.sampled_from((False, True, True, True)), st.sampled_from((False, False, True))
-"""A Config that divides the keys shows nothing of that in few keys; in few queries only what has no full blocks."""
+"""Whether a Case whose Config divides the keys has several parts of them, and whether these are two sequences of few queries."""
 _BOOLEANS, _DLSE, _FEW_HEADS = st.booleans(), st.sampled_from((False, False, True)), st.sampled_from((2, 4, 4))
 _SINKS, _SINKS_OF_FIRST = st.sampled_from((False, False, False, True)), st.booleans()
 """Few, as Cases with sinks are judged one by one; many of the variant whose code for sinks is compiled early."""
