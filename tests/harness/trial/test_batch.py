@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from msgspec.structs import replace
 from support.calls import PROBLEM, Subject
 from support.emulated import kernel as emulated
@@ -29,6 +28,7 @@ from attnfuzz.kernels.contract import Config, Inputs
 from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
 from attnfuzz.strategies.case import CALLS, PATTERNS, RELATIONS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
+from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.trials import trial_cases
 
 
@@ -47,14 +47,7 @@ def in_batches(cases: list[Case], size: int) -> list[str]:
 
 def drawn(name: str, count: int, limits: Limits | None = None) -> list[Case]:
     cases: list[Case] = []
-
-    @seed(7)
-    @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    @given(trial_cases(registry.get(name), device="cpu", limits=limits))
-    def draw(case: Case) -> None:
-        cases.append(case)
-
-    draw()
+    draw_values(trial_cases(registry.get(name), device="cpu", limits=limits), cases.append, seed=7, examples=count)
     return cases
 
 
