@@ -118,16 +118,12 @@ def _whole_blocks(
     return st.integers(1, most).flatmap(lambda count: by_count[count - 1])
 
 
+@functools.lru_cache(_REMEMBERED)
 def parts_of_keys(room: Room, block: int, *, dense: bool = False) -> st.SearchStrategy[tuple[_Pair, ...]]:
     """Return a strategy of two sequences with few queries and two or three blocks of keys, which a Config divides into parts.
 
     A part's sums have a stride for each sequence, head and part: all of them show only where there are several of each.
     """
-    return _parts_of_keys(room, block, dense)
-
-
-@functools.lru_cache(_REMEMBERED)
-def _parts_of_keys(room: Room, block: int, dense: bool) -> st.SearchStrategy[tuple[_Pair, ...]]:
     queries = {1, 2, 3, room.tile_m - 1, room.tile_m, room.tile_m + 1} - {0}
     keys = [n for n in (block + 1, 2 * block - 1, 2 * block, 2 * block + 1) if n <= room.length] or [room.length]
     pairs = sorted(((q, k) for q in queries for k in keys), key=lambda pair: (_cost(room, *pair), sum(pair)))
