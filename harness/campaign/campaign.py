@@ -25,6 +25,7 @@ from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.processes import WorkerProcesses
 from attnfuzz.harness.campaign.replays import ReplayRecord
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.campaign.shards import SharedFailures
 from attnfuzz.harness.campaign.worker import Worker, executor_for, executor_of, worker_context
 from attnfuzz.harness.core.signals import ending, interrupted_once, uninterrupted
 from attnfuzz.harness.isolation.executors import Executor
@@ -44,6 +45,7 @@ def run_campaign(
     executor: Executor | None = None,
     group: Callable[[Sequence[Kernel], CampaignContext], WorkerGroup] | None = None,
     broken: Sequence[KernelBroke] = (),
+    shared: SharedFailures | None = None,
 ) -> CampaignFinished:
     """Try `kernels` in turns, each with an even share of the budget.
 
@@ -56,13 +58,14 @@ def run_campaign(
         executor: where trials run, with one worker, in this process; None: one is made for this campaign, and closed after it.
         group: makes the workers, of the settings' number, from what they try and the campaign's context; None: processes here.
         broken: kernels that were to be tried as well, and that cannot be loaded.
+        shared: failures that this shard shares with others; None: each that is found is kept and shrunk here.
 
     Raises:
         BadArgument: none of the kernels can run here, or a Case cannot.
     """
     # Ctrl-C pressed twice must not cost the table of what was found, nor the files that are written last.
     with interrupted_once():
-        return _run_campaign(kernels, settings, listener, executor, group, broken)
+        return _run_campaign(kernels, settings, listener, executor, group, broken, shared)
 
 
 def _run_campaign(
@@ -72,6 +75,7 @@ def _run_campaign(
     executor: Executor | None,
     group: Callable[[Sequence[Kernel], CampaignContext], WorkerGroup] | None,
     broken: Sequence[KernelBroke],
+    shared: SharedFailures | None,
 ) -> CampaignFinished:
     start, unique = time.monotonic(), list({kernel.name: kernel for kernel in kernels}.values())
     corpus = Corpus(settings.out) if settings.out else None
@@ -79,7 +83,7 @@ def _run_campaign(
         corpus.check()
     end = None if settings.seconds is None else start + settings.seconds
     replays = ReplayRecord(settings.out) if settings.out and settings.replay else None
-    context = CampaignContext(settings, listener, corpus, end, replays)
+    context = CampaignContext(settings, listener, corpus, end, replays, shared)
     if group is None and settings.workers > 1 and executor is None:
         group = WorkerProcesses
     declared = [each for each in unique if _declares(each, settings.device)]

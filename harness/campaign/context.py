@@ -12,6 +12,7 @@ from attnfuzz.harness.campaign.journal import Journal
 from attnfuzz.harness.campaign.maps import MapWriter
 from attnfuzz.harness.campaign.replays import ReplayRecord
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
+from attnfuzz.harness.campaign.shards import SharedFailures
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.case import Case
@@ -33,6 +34,8 @@ class CampaignContext:
     end: float | None = None
     replays: ReplayRecord | None = None
     """Which stored Cases earlier runs have replayed."""
+    shared: SharedFailures | None = None
+    """What it shares with other shards; None: it has no others, or shares nothing."""
 
     @property
     def shrink_seconds(self) -> float:

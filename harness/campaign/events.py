@@ -236,11 +236,13 @@ class KernelSummary:
     """Cases by what was drawn and its value, as `Tally.drawn`."""
     never_drawn: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """What the kernel declares and no Case had, by what is drawn (`undrawn.never_drawn`)."""
+    elsewhere: tuple[Finding, ...] = ()
+    """Failures that another shard of the same test keeps and shrinks, each with the Case that showed it here."""
 
     @property
     def untried(self) -> str | None:
         """Why the absence of failures says nothing of this kernel: no Case ran, or none could be judged; else None."""
-        if self.findings or any(each.cases for each in self.outputs.values()):
+        if self.findings or self.elsewhere or any(each.cases for each in self.outputs.values()):
             return None
         if self.cases == 0:
             why = f": {self.unreached} of its variants were not compiled in this time" if self.unreached else ""
@@ -310,6 +312,11 @@ class CampaignFinished:
     def findings(self) -> tuple[Finding, ...]:
         """All findings of all kernels."""
         return tuple(each for summary in self.summaries for each in summary.findings)
+
+    @property
+    def elsewhere(self) -> tuple[Finding, ...]:
+        """All failures that other shards keep."""
+        return tuple(each for summary in self.summaries for each in summary.elsewhere)
 
     @property
     def untried(self) -> tuple[tuple[str, str], ...]:

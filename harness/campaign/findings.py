@@ -11,6 +11,7 @@ from attnfuzz.harness.campaign.contrast import Contrast
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import CaseNotKept, FailureFound, Finding, Listener, Shrunk
 from attnfuzz.harness.campaign.explain import Explanation
+from attnfuzz.harness.campaign.shards import SharedFailures
 from attnfuzz.harness.core.signals import uninterrupted
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Identity
 from attnfuzz.kernels.contract import Kernel
@@ -29,13 +30,19 @@ class Findings:
         corpus: where case files go; None: nowhere.
         listener: called with an event for each finding.
         seed: of the run, for the case files.
+        shared: failures that other shards keep are not kept here; None: there are no others.
     """
 
-    def __init__(self, kernel: Kernel, corpus: Corpus | None, listener: Listener, seed: int) -> None:
+    def __init__(
+        self, kernel: Kernel, corpus: Corpus | None, listener: Listener, seed: int, shared: SharedFailures | None = None
+    ) -> None:
         self._kernel, self._corpus, self._listener, self._seed = kernel, corpus, listener, seed
+        self._shared = shared
         self.closed: dict[Identity, Finding] = {}
         self._open: dict[Identity, Finding] = {}
         self._known: set[Identity] = set()
+        self.elsewhere: dict[Identity, Finding] = {}
+        """Failures that another shard keeps, each with the Case that showed it here."""
         self.not_kept: str | None = None
         """Why Cases could not be written to disk; None where they could. The run goes on, and events carry the Cases."""
 
@@ -45,12 +52,20 @@ class Findings:
 
     @property
     def count(self) -> int:
-        """Return the number of failures that are kept, open or closed."""
-        return len(self._open) + len(self.closed)
+        """Return the number of failures that are kept here, open or closed, or by another shard."""
+        return len(self._open) + len(self.closed) + len(self.elsewhere)
 
     def ignore(self, identities: set[Identity]) -> None:
         """Count failures as known without keeping them."""
         self._known |= identities
+
+    def is_elsewhere(self, finding: Finding) -> bool:
+        """Whether another shard keeps a failure, which counts as known then; if none does, this one keeps it."""
+        if self._shared is None or self._shared.holder(finding.identity) is None:
+            return False
+        self.elsewhere[finding.identity] = finding
+        self._known.add(finding.identity)
+        return True
 
     def open(self, finding: Finding, seconds: float | None = None) -> Finding:
         """Write a new finding to disk at once, so that nothing that happens later can lose it; returns it with its path.
@@ -82,7 +97,10 @@ class Findings:
             self.remove(Path(shrunk.path))
         self.closed[finding.identity] = finding
         # The other failures of the minimal Case are the same bug.
-        self._known |= {finding.identity, before, *(each.identity for each in shrunk.verdict.failures)}
+        same = {finding.identity, before, *(each.identity for each in shrunk.verdict.failures)}
+        self._known |= same
+        if self._shared:
+            self._shared.keep(same, finding.path)
         self._listener(Shrunk(finding, before))
         return finding
 
@@ -104,7 +122,7 @@ class Findings:
 
     def keep(self, finding: Finding, *, minimal: bool = False) -> None:
         """Open and close a finding that is not to be shrunk, unless its failure is known."""
-        if self.knows(finding.identity):
+        if self.knows(finding.identity) or self.is_elsewhere(finding):
             return
         self.update(finding.identity, dataclasses.replace(self.open(finding), shrunk=True, partly=not minimal))
         self.close(finding.identity)

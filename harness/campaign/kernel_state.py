@@ -51,7 +51,7 @@ class KernelState:
         self.kernel, self.plan, self._context = kernel, plan, context
         self.tally, self._contrast = Tally(), Contrast()
         settings = context.settings
-        self.findings = Findings(kernel, context.corpus, context.listener, settings.seed)
+        self.findings = Findings(kernel, context.corpus, context.listener, settings.seed, context.shared)
         self.rounds = Rounds(settings.max_examples, settings.shard, settings.shards)
         self.earlier = EarlierCases(kernel, context, self.findings, self.rounds, stored, left_behind)
         self.workers: set[int] = set()
@@ -142,7 +142,7 @@ class KernelState:
     def enough(self) -> bool:
         """Whether it has as many failures as are wanted."""
         most = self._context.settings.max_failures
-        return most is not None and len(self.findings.closed) >= most
+        return most is not None and len(self.findings.closed) + len(self.findings.elsewhere) >= most
 
     @property
     def findings_enough(self) -> bool:
@@ -239,6 +239,7 @@ class KernelState:
             outputs=dict(self.tally.outputs),
             captured=dict(self.tally.captured),
             findings=tuple(self.findings.closed.values()),
+            elsewhere=tuple(self.findings.elsewhere.values()),
             features=dict(self.tally.features),
             times=self.times,
             disturbances=self._disturbances,

@@ -32,7 +32,16 @@ from attnfuzz.harness.plugin.options import (
     session_seed,
 )
 from attnfuzz.harness.plugin.reports import pytest_runtest_makereport
-from attnfuzz.harness.plugin.run import COUNT, begin_session, close_executors, hear_again, hear_no_more, run_shard, run_stored
+from attnfuzz.harness.plugin.run import (
+    COUNT,
+    begin_session,
+    close_executors,
+    drop_shared,
+    hear_again,
+    hear_no_more,
+    run_shard,
+    run_stored,
+)
 
 if TYPE_CHECKING:
     from attnfuzz.kernels.contract import Kernel
@@ -200,8 +209,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Make a session a usage error that had no test for a Case of --attnfuzz-case."""
+    """Make a session a usage error that had no test for a Case of --attnfuzz-case; remove what shards have shared."""
     stored_cases.end_session(session)
+    drop_shared(session.config)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

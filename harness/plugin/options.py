@@ -5,6 +5,7 @@ An option that is not on the command line has the value of `[tool.attnfuzz]` in 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "pytest_configure",
     "pytest_configure_node",
     "pytest_report_header",
+    "session_name",
     "session_seed",
     "settings_of",
 ]
@@ -32,8 +34,9 @@ _FROM: pytest.StashKey[tuple[str, dict[str, Any]]] = pytest.StashKey()
 """The project's file, and the values of options that are from there."""
 _OPTIONS = {option.name: option for option in OPTIONS if option.only != "click"}
 _SEED: pytest.StashKey[int] = pytest.StashKey()
-_FOR_WORKERS = "attnfuzz_seed"
-"""The key of the session's seed in what xdist gives to its workers."""
+_FOR_WORKERS, _NAME_FOR_WORKERS = "attnfuzz_seed", "attnfuzz_session"
+"""The keys of the session's seed and name in what xdist gives to its workers."""
+_NAME: pytest.StashKey[str] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,6 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--attnfuzz-device")
     workers: dict[str, Any] = getattr(config, "workerinput", {})
     given = config.getoption("--attnfuzz-seed")
+    config.stash[_NAME] = workers.get(_NAME_FOR_WORKERS) or secrets.token_hex(8)
     config.stash[_SEED] = given if given is not None else workers.get(_FOR_WORKERS, drawn_seed())
     try:
         # Whether there is CUDA is asked only where it is named: that imports torch, which other packages' sessions do not need.
@@ -106,13 +110,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Give xdist's worker the session's seed: all of them draw from the same rounds."""
+    """Give xdist's worker the session's seed, as all of them draw from the same rounds, and its name."""
     node.workerinput[_FOR_WORKERS] = session_seed(node.config)
+    node.workerinput[_NAME_FOR_WORKERS] = session_name(node.config)
 
 
 def session_seed(config: pytest.Config) -> int:
     """Return the seed of all tests that have none of their own: of --attnfuzz-seed, else one that was drawn for this session."""
     return config.stash[_SEED]
+
+
+def session_name(config: pytest.Config) -> str:
+    """Return a name that all processes of this session have, and no other session."""
+    return config.stash[_NAME]
 
 
 def _readable(config: pytest.Config) -> None:

@@ -17,13 +17,14 @@ import pytest
 from attnfuzz.harness.core.github import shown
 from attnfuzz.harness.core.signals import drop_interrupts, interrupted_once
 from attnfuzz.harness.plugin.cases import takes
-from attnfuzz.harness.plugin.options import settings_of
+from attnfuzz.harness.plugin.options import session_name, settings_of
 from attnfuzz.harness.plugin.statistics import keep_figures
 
 if TYPE_CHECKING:
     from attnfuzz.harness.campaign.corpus import CaseFile
     from attnfuzz.harness.campaign.events import CampaignFinished, Finding
     from attnfuzz.harness.campaign.settings import Settings
+    from attnfuzz.harness.campaign.shards import SharedFailures
     from attnfuzz.harness.isolation.executors import Executor
     from attnfuzz.harness.report.recorder import Recorder
     from attnfuzz.kernels.contract import Kernel
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COUNT",
     "close_executors",
+    "drop_shared",
     "executor_of",
     "hear_again",
     "hear_no_more",
@@ -67,24 +69,36 @@ def _fuzz(subject: Kernel, settings: Settings, request: pytest.FixtureRequest) -
 
     try:
         with _recorder(settings, _again(subject, request)) as recorder:
-            finished = run_campaign([subject], settings, recorder, executor_of(request.config, subject, settings))
+            executor, shared = executor_of(request.config, subject, settings), _shared(request, settings)
+            finished = run_campaign([subject], settings, recorder, executor, shared=shared)
     except BadArgument as error:
         pytest.fail(str(error), pytrace=False)
     if finished.interrupted:
         hear_no_more(request.config)
-        if not finished.findings:
+        if not (finished.findings or finished.elsewhere):
             raise KeyboardInterrupt
         # pytest shows no test that a KeyboardInterrupt ends: this one has failed, and is the last.
         request.session.shouldfail = "interrupted by Ctrl-C: no other test was run"
     _record(request, finished, settings)
     keep_figures(request.node, finished, settings)
-    if finished.findings or finished.lost:
-        pytest.fail(message_of(finished.findings, subject, request, finished.lost), pytrace=False)
+    if finished.findings or finished.elsewhere or finished.lost:
+        rest = "\n".join(filter(None, (_elsewhere(finished, shared, request), finished.lost)))
+        pytest.fail(message_of(finished.findings, subject, request, rest), pytrace=False)
     if finished.not_kept:
         remedy = "make room, or choose another --attnfuzz-out"
         pytest.fail(f"cases could not be kept on disk: {finished.not_kept}; {remedy}", pytrace=False)
     if finished.untried and not settings.may_be_empty:
         pytest.fail("; ".join(f"{name}: {reason}" for name, reason in finished.untried), pytrace=False)
+
+
+def _shared(request: pytest.FixtureRequest, settings: Settings) -> SharedFailures | None:
+    """Return what the shards of a test share; None: the test has one only, or keeps no files."""
+    from attnfuzz.harness.campaign.shards import shared_failures
+
+    if settings.shards == 1 or settings.out is None:
+        return None
+    test = request.node.nodeid
+    return shared_failures(settings.out, session_name(request.config), _without_shard(test), test)
 
 
 def run_stored(kernel: Kernel | str, case: str, request: pytest.FixtureRequest) -> None:
@@ -122,6 +136,15 @@ def hear_again(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     else:
         restore()
+
+
+def drop_shared(config: pytest.Config) -> None:
+    """Remove what the shards of this session have shared, once all of its processes have ended."""
+    out = config.getoption("--attnfuzz-out")
+    if not hasattr(config, "workerinput") and out and Path(out).is_dir():
+        from attnfuzz.harness.campaign.shards import drop_shared_failures
+
+        drop_shared_failures(out, session_name(config))
 
 
 def close_executors(config: pytest.Config) -> None:
@@ -172,11 +195,19 @@ def _share(config: pytest.Config) -> float:
     return min(workers, count) / count
 
 
+def _without_shard(test: str) -> str:
+    return test.rsplit("[", 1)[0]
+
+
+def _line_of_test(request: pytest.FixtureRequest) -> str:
+    return f"pytest {shlex.quote(_without_shard(request.node.nodeid))} --attnfuzz-case"
+
+
 def _again(kernel: Kernel, request: pytest.FixtureRequest) -> str | None:
     """The command that takes a Case of a kernel that only its test file knows; None: `attnfuzz repro` does."""
     from attnfuzz.kernels import registry
 
-    line = f"pytest {shlex.quote(request.node.nodeid.rsplit('[', 1)[0])} --attnfuzz-case"
+    line = _line_of_test(request)
     return line if registry.is_local(kernel.name) else None
 
 
@@ -252,6 +283,20 @@ def _run_again(stored: CaseFile, settings: Settings) -> None:
         pytest.fail("\n".join([f"UNJUDGED {stored.path}: nothing failed, but nothing was judged either", *lines]), pytrace=False)
 
 
+def _elsewhere(finished: CampaignFinished, shared: SharedFailures | None, request: pytest.FixtureRequest) -> str:
+    """Return a line for each failure that another shard shrinks, with the Case that showed it here."""
+    from attnfuzz.harness.campaign.corpus import quoted
+
+    lines = []
+    for number, finding in enumerate(finished.elsewhere, len(finished.findings) + 1):
+        assert shared is not None
+        holder = shared.latest(finding.identity)
+        how = f"shrunk by {holder.shard}: {quoted(holder.path)}" if holder.path else f"being shrunk by {holder.shard}"
+        lines.append(f"{number}. {finding.identity} ({how})")
+        lines.append(f"   its case here:       {_line_of_test(request)} {_blob(finding)}")
+    return "\n".join(lines)
+
+
 def _record(request: pytest.FixtureRequest, finished: CampaignFinished, settings: Settings) -> None:
     """The figures of a shard as properties of its test: JUnit has them, and xdist carries them."""
     properties: list[tuple[str, Any]] = [("device", settings.device), ("seed", settings.seed), ("shard", settings.shard)]
@@ -262,7 +307,7 @@ def _record(request: pytest.FixtureRequest, finished: CampaignFinished, settings
         for name, each in row.outputs.items():
             properties += [(f"{name}.judged", each.cases), (f"{name}.worst_error_over_budget", f"{each.worst:.4g}")]
             properties.append((f"{name}.wrong", each.failures))
-    properties.append(("failures", len(finished.findings)))
+    properties += [("failures", len(finished.findings)), ("failures_elsewhere", len(finished.elsewhere))]
     for finding in finished.findings:
         properties += [("failure", str(finding.identity)), ("failure.case", finding.path or _blob(finding))]
     request.node.user_properties.extend((f"attnfuzz.{name}", str(value)) for name, value in properties)
@@ -283,7 +328,7 @@ def message_of(findings: Sequence[Finding], kernel: Kernel, request: pytest.Fixt
     from attnfuzz.harness.report.terminal import show_finding
     from attnfuzz.kernels import registry
 
-    again = f"pytest {shlex.quote(request.node.nodeid.rsplit('[', 1)[0])} --attnfuzz-case"
+    again = _line_of_test(request)
     text = StringIO()
     console = SafeConsole(file=text, width=160)
     for number, finding in enumerate(findings, 1):

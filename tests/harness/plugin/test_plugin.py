@@ -555,14 +555,43 @@ def test_a_failure_under_xdist_is_short_and_in_junit_with_its_figures(acme: pyte
         assert int(properties["attnfuzz.cases"]) >= 1
         assert 0 <= float(properties["attnfuzz.o.worst_error_over_budget"]) <= 1
         assert (properties["attnfuzz.failures"], properties["failure text"]) == ("0", "")
-    failed = [each for each in found["acme.faulty"] if each["attnfuzz.failures"] != "0"]
-    for properties in failed:
+    failed = [each for each in found["acme.faulty"] if each["failure text"]]
+    shrunk = [each for each in failed if each["attnfuzz.failures"] != "0"]
+    assert len(shrunk) == 1
+    assert all(each["attnfuzz.failures_elsewhere"] == "1" for each in failed if each not in shrunk)
+    for properties in shrunk:
         assert properties["attnfuzz.failure"].startswith("acme.faulty: exception in forward")
         assert Path(acme.path / properties["attnfuzz.failure.case"]).is_file()
         assert "run it again:" in properties["failure text"]
         assert "more than 5 keys" in properties["failure text"]
         assert len(properties["failure text"].splitlines()) < 20
     assert len(failed) == outcomes["failed"]
+
+
+@pytest.mark.parametrize("xdist", [(), ("-n", "2")], ids=["one process", "two processes"])
+def test_a_failure_that_two_shards_find_is_shrunk_by_one_and_named_by_the_other(
+    acme: pytest.Pytester, xdist: tuple[str, ...]
+) -> None:
+    acme.makepyfile(test_acme=FAILING.replace("max_examples=40", "max_examples=40, shards=2"))
+    result = pytest_of(acme, *xdist, "--attnfuzz-in-process", "--attnfuzz-out", "found")
+    result.assert_outcomes(failed=2)
+    text = result.stdout.str()
+    assert text.count("1. acme.faulty: exception in forward") == 2
+    result.stdout.fnmatch_lines_random(
+        [
+            "1. acme.faulty: exception in forward*(found after * shrunk in *",
+            "1. acme.faulty: exception in forward*shrunk by test_acme.py::test_kernel[[][01]]*)",
+            "   its case here:       pytest test_acme.py::test_kernel --attnfuzz-case AF1-*",
+            "test_acme.py::test_kernel (acme.faulty): * cases, 1 failure; *",
+        ]
+    )
+    assert len(list((acme.path / "found" / "cases").iterdir())) == 1
+    assert not (acme.path / "found" / "shards").exists()
+    # The other shard's own Case fails as well.
+    blob = text.split("its case here:")[1].split("--attnfuzz-case ")[1].split()[0]
+    again = pytest_of(acme, "--attnfuzz-in-process", "--attnfuzz-case", blob)
+    again.assert_outcomes(failed=1, skipped=1)
+    again.stdout.fnmatch_lines(["*more than 5 keys*"])
 
 
 def test_stop_at_first_and_last_failed(acme: pytest.Pytester) -> None:
