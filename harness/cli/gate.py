@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ from attnfuzz.harness.cli.options import (
 from attnfuzz.harness.cli.project import current_project, project_line, project_object
 from attnfuzz.harness.cli.streams import command_github
 from attnfuzz.harness.core.environment import resolve_device
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.problem import BadArgument, reject
 
 if TYPE_CHECKING:
     from attnfuzz.harness.gate.plan import Choice
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["gate_command"]
 
 
-@click.command("gate")
+@click.command("gate", context_settings={"allow_extra_args": True})
 @click.option("--base", metavar="REF", help="Gate what changed since the checkout left this branch, tag or commit.")
 @click.option("--baseline", metavar="FILE", help="Gate what changed since FILE was written.")
 @click.option("--write", metavar="FILE", help="Measure the kernels as they are, and write FILE for a later --baseline.")
@@ -112,6 +113,9 @@ def gate_command(
 
     Exit 0: all pass, or the ledger allows the failures; 1: a kernel or a ledger entry fails; 2: wrong use, or a part cannot run.
     """
+    if extra := click.get_current_context().args:
+        remedy = f"to gate a kernel, changed or not, give {shlex.join(part for name in extra for part in ('--kernel', name))}"
+        raise reject("arguments", " ".join(extra), "`gate` takes options only", remedy)
     verbosity = verbosity_of(quiet=quiet, verbose=verbose)
     from attnfuzz.harness.campaign.settings import duration
     from attnfuzz.harness.campaign.settings import profile as profile_of

@@ -299,6 +299,14 @@ def test_usage_errors_end_with_2(arguments: list[str], message: str) -> None:
     assert "Usage: " in result.stderr
 
 
+def test_a_kernel_that_the_gate_is_given_without_its_option() -> None:
+    assert_refused(
+        attnfuzz("gate", "triton.varlen", "my kernel"),
+        "arguments='triton.varlen my kernel': `gate` takes options only; "
+        "to gate a kernel, changed or not, give --kernel triton.varlen --kernel 'my kernel'",
+    )
+
+
 def test_a_fault_of_the_harness_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("division by zero")
