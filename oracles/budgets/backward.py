@@ -13,7 +13,7 @@ from attnfuzz.oracles.budgets.delta import Delta
 from attnfuzz.oracles.budgets.forward import Forward, Scores, repeated_sum
 from attnfuzz.oracles.budgets.forward_formulas import lost
 from attnfuzz.oracles.budgets.roundings import neighbours
-from attnfuzz.oracles.budgets.score_gradient import Gradients, ScoreGradient, dq_dk
+from attnfuzz.oracles.budgets.score_gradient import Gradients, ScoreGradient, dq_dk, errors_of_rounded_p
 from attnfuzz.oracles.budgets.sums import Sums, add_partials, beyond, elsewhere
 from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp
 from attnfuzz.oracles.frames import Steps
@@ -51,7 +51,7 @@ def backward(
 
     flushed P in E is (1 + |dP - D|) tiny, and the bracket of E also has lost(dO, v). With ties, 6 sigma + 4 tau is at least
     3 sigma + the known sum of P's or dS's roundings (`_known_roundings`, `_known_of_ds`). Declared deviations: dS from rounded P
-    adds P's rounding to v_S, c_S and flushed (`_rounded_p`), partial sums add theirs to sigma^2 and H
+    adds P's rounding to v_S, c_S and flushed (`errors_of_rounded_p`), partial sums add theirs to sigma^2 and H
     (`add_partials`), K rounded after its scaling counts in delta as a scaled Q does, and in dQ (`of_scaled_k`). Rows
     whose scores are lost, and dS beyond the dtype, have an infinite budget. In float32, ties add the error of equal terms to B.
     Where mask_mod is in doubt, P e grows by how far P may move (doubts.py), and B_D by the effect on D (`Delta.move`). Neither
@@ -84,7 +84,7 @@ def backward(
         x.lost_keys = lost_keys | delta.over.any(1, keepdim=True)
     sinks = _of_sinks(t, x) if t.sunk else None
     if t.changed is not None:
-        _through_score_mod(t, x, captured)
+        _through_score_mod(t, x, captured, deviations)
     if t.shared is not None:
         x.shared = x.d_s.abs() * t.shared
     gradients = dq_dk(t, f, delta, x, dk, deviations, ties=ties, lean=lean)
@@ -102,7 +102,7 @@ def _of_sinks(t: Scores, x: ScoreGradient) -> tuple[torch.Tensor, torch.Tensor]:
     return x.d_s[..., at].clone(), slack.masked_fill(endless, torch.inf)
 
 
-def _through_score_mod(t: Scores, x: ScoreGradient, captured: CapturedSums | None) -> None:
+def _through_score_mod(t: Scores, x: ScoreGradient, captured: CapturedSums | None, deviations: Deviations) -> None:
     """Make dS that of the score before score_mod: times its derivative there, which has an error too."""
     assert t.changed is not None
     assert x.gap is not None
@@ -110,6 +110,9 @@ def _through_score_mod(t: Scores, x: ScoreGradient, captured: CapturedSums | Non
     slack = torch.addcmul(x.e_s, grown, x.around)
     if captured is not None:
         d_s, of_slack = x.d_s, slack
+        if deviations.ds_from_rounded_p:
+            worst_p, _, coherent_p = errors_of_rounded_p(t, x)
+            of_slack = of_slack + worst_p + coherent_p
         if t.sunk:
             # A sink reads no tensor.
             d_s, of_slack = d_s.clone(), slack.clone()

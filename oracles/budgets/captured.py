@@ -17,7 +17,8 @@ class CapturedSums:
 
     M = sum (slack |g| + |P (dP - D)| e_g) + 6 eps sqrt(n) sum |P (dP - D) g| + n tiny, with g = d score_mod / d tensor, e_g its
     error, slack the error of dS, n the terms of the sum. It is a worst case: the errors of D of many rows count as if they had
-    one sign. Kernels add the terms in float32, unrounded. Infinite where a row with its mask in doubt contributes.
+    one sign. Kernels add the terms in float32, unrounded; where dS is taken from rounded P, that rounding is in the slack.
+    Infinite where a row with its mask in doubt contributes.
     """
 
     def __init__(self, modifiers: Modifiers) -> None:

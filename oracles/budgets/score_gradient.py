@@ -16,7 +16,7 @@ from attnfuzz.oracles.budgets.sums import Sums, add_partials, beyond, elsewhere
 from attnfuzz.oracles.formats import half_ulp, half_ulp_of_sum, on_grid
 from attnfuzz.oracles.frames import Steps
 
-__all__ = ["Gradients", "ScoreGradient", "dq_dk"]
+__all__ = ["Gradients", "ScoreGradient", "dq_dk", "errors_of_rounded_p"]
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +175,7 @@ def _roundings_of_ds(t: Scores, x: ScoreGradient, delta: Delta, deviations: Devi
     size = d_size + slack
     alone = t.rounding.variance(d_size, x.eta)
     random = torch.addcmul(alone, slack, slack, value=VARIANCE * t.form.u**2) if t.rounding.half else alone
-    worst_p, of_p, systematic_p = _rounded_p(t, x)
+    worst_p, of_p, systematic_p = errors_of_rounded_p(t, x)
     slack = slack + worst_p
     flushed = t.rounding.flushed(d_size, slack, x.eta) + systematic_p
     systematic = x.e_s + flushed
@@ -186,7 +186,7 @@ def _roundings_of_ds(t: Scores, x: ScoreGradient, delta: Delta, deviations: Devi
     )  # fmt: skip
 
 
-def _rounded_p(t: Scores, x: ScoreGradient) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def errors_of_rounded_p(t: Scores, x: ScoreGradient) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the errors of dS = rounded(P) (dP - D) by the rounding of P: worst case, mean square, and the coherent part.
 
     The coherent part is from P that may be flushed, and from P next to 1, which becomes 1.

@@ -21,6 +21,7 @@ from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Deviations, Inputs, Kernel, Outputs
+from attnfuzz.kernels.modified import tensors_of
 from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Dtype, Needs, Problem
 from attnfuzz.oracles.formats import CUT_OF_TF32X3, EPS, OF_TF32X3
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe
@@ -146,6 +147,32 @@ def test_ds_from_rounded_p_is_declared_and_would_fail_undeclared() -> None:
     assert ROUNDED_P.capabilities.deviations == Deviations(ds_from_rounded_p=True)
     assert judge("x", inputs, made, truth(inputs, ROUNDED_P.capabilities.deviations, "cpu")).status == "pass"
     assert judge("x", inputs, made, truth(inputs, Deviations(), "cpu")).status == "fail"
+
+
+CAPTURED = (
+    ["load", ["bias", ["heads", "seqlen_q", "seqlen_k"], "normal", True], ["h"], ["q_idx"], ["kv_idx"]],
+    ["mul", ["score"], ["load", ["of_query", ["seqlen_q"], "normal", True], ["q_idx"]]],
+    ["mul", ["score"], ["load", ["of_head", ["heads"], "normal", True], ["h"]]],
+)
+
+
+@pytest.mark.parametrize("score_mod", CAPTURED, ids=("bias", "of_query", "of_head"))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gradients_of_captured_tensors_are_right_with_ds_from_rounded_p(score_mod: list[Any], dtype: Dtype) -> None:
+    """A bias with one reader each: 1.4 times its budget in float16, where the rounding of P counted for dQ and dK alone."""
+    problem = Problem(seqlens_q=(1, 5), seqlens_k=(22, 13), dim_qk=64, dim_v=64, dtype=dtype, score_mod=score_mod)
+    undeclared, (name,) = set[str](), (each.name for each in tensors_of(problem))
+    for seed in range(4):
+        inputs = materialise(problem, Recipe(seed=seed), "cpu")
+        made = outputs(ROUNDED_P, problem, PLAIN_CONFIG, inputs)
+        assert judge("x", inputs, made, truth(inputs, ROUNDED_P.capabilities.deviations, "cpu")).status == "pass"
+        undeclared |= {each.check for each in judge("x", inputs, made, truth(inputs, Deviations(), "cpu")).failures}
+        (gradient,) = made.d_captured
+        assert gradient is not None
+        wrong = dataclasses.replace(made, d_captured=(gradient * 1.05,))
+        found = judge("x", inputs, wrong, truth(inputs, ROUNDED_P.capabilities.deviations, "cpu")).failures
+        assert [each.check for each in found] == [f"d {name}"]
+    assert (f"d {name}" in undeclared) == (dtype != "float32" and name == "bias")
 
 
 @pytest.mark.parametrize("planted", FAULTS, ids=lambda each: each.slug)

@@ -96,9 +96,14 @@ class Tiled:
 
     def _exponential(self, s: torch.Tensor, factor: torch.Tensor, less: torch.Tensor) -> torch.Tensor:
         """exp2(s factor - less) by one rounding or by two; exp where the Config says natural."""
-        if self.choices.exp == "fma":
+        if self._by_one_rounding:
             return self._exp2((s.double() * factor.double() - less.double()).float())
         return torch.exp(s * factor - less) if self._natural else self._exp2(s * factor - less)
+
+    @cached_property
+    def _by_one_rounding(self) -> bool:
+        """With a score_mod a score may be -1e38, whose product with log2(e), rounded, does not cancel against the exact one."""
+        return self.choices.exp == "fma" and self.x.modified is None
 
     @cached_property
     def _natural(self) -> bool:
@@ -153,7 +158,7 @@ class Tiled:
         less = at * factor
         p = self._exponential(torch.where(masked, 0.0, s), factor, less[..., None])
         before = torch.where(first, 0.0, old)
-        if self.choices.exp == "fma":
+        if self._by_one_rounding:
             alpha = self._exp2((before - at) * factor)
         else:
             alpha = torch.exp(before * factor - less) if self._natural else self._exp2(before * factor - less)
