@@ -25,7 +25,7 @@ from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.processes import WorkerProcesses
 from attnfuzz.harness.campaign.replays import ReplayRecord
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.campaign.shards import SharedFailures
+from attnfuzz.harness.campaign.shared_failures import SharedFailures
 from attnfuzz.harness.campaign.worker import Worker, executor_for, executor_of, worker_context
 from attnfuzz.harness.core.signals import ending, interrupted_once, uninterrupted
 from attnfuzz.harness.isolation.executors import Executor

@@ -12,7 +12,7 @@ from attnfuzz.harness.campaign.journal import Journal
 from attnfuzz.harness.campaign.maps import MapWriter
 from attnfuzz.harness.campaign.replays import ReplayRecord
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
-from attnfuzz.harness.campaign.shards import SharedFailures
+from attnfuzz.harness.campaign.shared_failures import SharedFailures
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.case import Case

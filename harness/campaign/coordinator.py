@@ -203,7 +203,7 @@ class Coordinator:
     def open(self, kernel: str, finding: Finding) -> Finding | None:
         """Keep a new failure; None where it is known, there are enough, or another shard keeps it."""
         state = self.states[kernel]
-        if state.findings.knows(finding.identity) or state.findings_enough or state.findings.is_elsewhere(finding):
+        if state.findings.knows(finding.identity) or state.findings_enough or state.findings.claimed_elsewhere(finding):
             return None
         seconds = state.seconds + finding.seconds_to_find
         dated = dataclasses.replace(finding, cases_to_find=state.tally.cases, seconds_to_find=seconds)

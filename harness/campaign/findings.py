@@ -11,7 +11,7 @@ from attnfuzz.harness.campaign.contrast import Contrast
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import CaseNotKept, FailureFound, Finding, Listener, Shrunk
 from attnfuzz.harness.campaign.explain import Explanation
-from attnfuzz.harness.campaign.shards import SharedFailures
+from attnfuzz.harness.campaign.shared_failures import SharedFailures
 from attnfuzz.harness.core.signals import uninterrupted
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Identity
 from attnfuzz.kernels.contract import Kernel
@@ -51,17 +51,22 @@ class Findings:
         return identity in self._known or identity in self._open
 
     @property
+    def ended(self) -> int:
+        """Return the number of failures that are closed here, or that another shard keeps."""
+        return len(self.closed) + len(self.elsewhere)
+
+    @property
     def count(self) -> int:
-        """Return the number of failures that are kept here, open or closed, or by another shard."""
-        return len(self._open) + len(self.closed) + len(self.elsewhere)
+        """Return the number of failures, those that are open too."""
+        return len(self._open) + self.ended
 
     def ignore(self, identities: set[Identity]) -> None:
         """Count failures as known without keeping them."""
         self._known |= identities
 
-    def is_elsewhere(self, finding: Finding) -> bool:
-        """Whether another shard keeps a failure, which counts as known then; if none does, this one keeps it."""
-        if self._shared is None or self._shared.holder(finding.identity) is None:
+    def claimed_elsewhere(self, finding: Finding) -> bool:
+        """Claim a failure for this shard; returns whether another one has, by which it counts as known here."""
+        if self._shared is None or self._shared.claim(finding.identity) is None:
             return False
         self.elsewhere[finding.identity] = finding
         self._known.add(finding.identity)
@@ -75,6 +80,8 @@ class Findings:
         # Ctrl-C is often pressed when the first failure is seen: it must not be lost then.
         with uninterrupted():
             finding = dataclasses.replace(finding, path=self.write(finding))
+            if self._shared:
+                self._shared.note([finding.identity], finding.path, shrunk=False)
             self._open[finding.identity] = finding
             self._listener(FailureFound(finding, seconds))
         return finding
@@ -100,7 +107,7 @@ class Findings:
         same = {finding.identity, before, *(each.identity for each in shrunk.verdict.failures)}
         self._known |= same
         if self._shared:
-            self._shared.keep(same, finding.path)
+            self._shared.note(same, finding.path, shrunk=True)
         self._listener(Shrunk(finding, before))
         return finding
 
@@ -122,7 +129,7 @@ class Findings:
 
     def keep(self, finding: Finding, *, minimal: bool = False) -> None:
         """Open and close a finding that is not to be shrunk, unless its failure is known."""
-        if self.knows(finding.identity) or self.is_elsewhere(finding):
+        if self.knows(finding.identity) or self.claimed_elsewhere(finding):
             return
         self.update(finding.identity, dataclasses.replace(self.open(finding), shrunk=True, partly=not minimal))
         self.close(finding.identity)

@@ -142,7 +142,7 @@ class KernelState:
     def enough(self) -> bool:
         """Whether it has as many failures as are wanted."""
         most = self._context.settings.max_failures
-        return most is not None and len(self.findings.closed) + len(self.findings.elsewhere) >= most
+        return most is not None and self.findings.ended >= most
 
     @property
     def findings_enough(self) -> bool:

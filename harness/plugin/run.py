@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attnfuzz.harness.campaign.corpus import CaseFile
     from attnfuzz.harness.campaign.events import CampaignFinished, Finding
     from attnfuzz.harness.campaign.settings import Settings
-    from attnfuzz.harness.campaign.shards import SharedFailures
+    from attnfuzz.harness.campaign.shared_failures import SharedFailures
     from attnfuzz.harness.isolation.executors import Executor
     from attnfuzz.harness.report.recorder import Recorder
     from attnfuzz.kernels.contract import Kernel
@@ -93,7 +93,7 @@ def _fuzz(subject: Kernel, settings: Settings, request: pytest.FixtureRequest) -
 
 def _shared(request: pytest.FixtureRequest, settings: Settings) -> SharedFailures | None:
     """Return what the shards of a test share; None: the test has one only, or keeps no files."""
-    from attnfuzz.harness.campaign.shards import shared_failures
+    from attnfuzz.harness.campaign.shared_failures import shared_failures
 
     if settings.shards == 1 or settings.out is None:
         return None
@@ -142,7 +142,7 @@ def drop_shared(config: pytest.Config) -> None:
     """Remove what the shards of this session have shared, once all of its processes have ended."""
     out = config.getoption("--attnfuzz-out")
     if not hasattr(config, "workerinput") and out and Path(out).is_dir():
-        from attnfuzz.harness.campaign.shards import drop_shared_failures
+        from attnfuzz.harness.campaign.shared_failures import drop_shared_failures
 
         drop_shared_failures(out, session_name(config))
 
@@ -284,15 +284,19 @@ def _run_again(stored: CaseFile, settings: Settings) -> None:
 
 
 def _elsewhere(finished: CampaignFinished, shared: SharedFailures | None, request: pytest.FixtureRequest) -> str:
-    """Return a line for each failure that another shard shrinks, with the Case that showed it here."""
+    """Describe each failure that another shard shrinks, with the Case that showed it here, should that shard not end."""
     from attnfuzz.harness.campaign.corpus import quoted
+    from attnfuzz.harness.report.describe import describe_verdict
 
     lines = []
     for number, finding in enumerate(finished.elsewhere, len(finished.findings) + 1):
         assert shared is not None
-        holder = shared.latest(finding.identity)
-        how = f"shrunk by {holder.shard}: {quoted(holder.path)}" if holder.path else f"being shrunk by {holder.shard}"
-        lines.append(f"{number}. {finding.identity} ({how})")
+        claim = shared.latest(finding.identity)
+        how, path = (f"by {claim.test}", claim.path) if claim else ("by another shard", None)
+        shrunk = claim is None or claim.shrunk
+        file = "" if path is None else f": {quoted(path)}" if shrunk else f", from {quoted(path)}"
+        lines.append(f"{number}. {finding.identity} ({'shrunk' if shrunk else 'being shrunk'} {how}{file})")
+        lines += [f"   {line}" for line in describe_verdict(finding.verdict)[:1]]
         lines.append(f"   its case here:       {_line_of_test(request)} {_blob(finding)}")
     return "\n".join(lines)
 
@@ -308,7 +312,7 @@ def _record(request: pytest.FixtureRequest, finished: CampaignFinished, settings
             properties += [(f"{name}.judged", each.cases), (f"{name}.worst_error_over_budget", f"{each.worst:.4g}")]
             properties.append((f"{name}.wrong", each.failures))
     properties += [("failures", len(finished.findings)), ("failures_elsewhere", len(finished.elsewhere))]
-    for finding in finished.findings:
+    for finding in (*finished.findings, *finished.elsewhere):
         properties += [("failure", str(finding.identity)), ("failure.case", finding.path or _blob(finding))]
     request.node.user_properties.extend((f"attnfuzz.{name}", str(value)) for name, value in properties)
 

@@ -36,6 +36,7 @@ def keep_figures(item: pytest.Item, finished: CampaignFinished, settings: Settin
             "shrink_cases": row.shrink_cases,
             "seconds": row.seconds,
             "failures": len(row.findings),
+            "elsewhere": [each.identity.key for each in row.elsewhere],
             "replayed": row.replayed,
             "not_replayed": row.not_replayed,
             "outputs": {name: [each.cases, each.worst, each.failures] for name, each in row.outputs.items()},
@@ -101,7 +102,9 @@ def _lines(shards: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _counted(shards: list[dict[str, Any]]) -> str:
-    cases, failures = _sum(shards, "cases"), _sum(shards, "failures")
+    # The shard that keeps a failure says nothing of it where its process died.
+    elsewhere = {each for shard in shards for each in shard["elsewhere"]}
+    cases, failures = _sum(shards, "cases"), _sum(shards, "failures") or len(elsewhere)
     return f"{counted(cases, 'case')}, {counted(failures, 'failure')}"
 
 

@@ -1,81 +1,81 @@
-"""Shards of one test keep each failure once, and say which of them does."""
+"""Shards of a run: each draws rounds of its own, and has an equal part of the Cases."""
 
 from __future__ import annotations
 
-import os
-import threading
-from pathlib import Path
+import itertools
+from typing import Any
 
-from attnfuzz.harness.campaign.shards import SharedFailures, drop_shared_failures, shared_failures
-from attnfuzz.harness.judge.failure import Identity
+import pytest
+from support.runs import FunctionExecutor
 
-DQ = Identity(kernel="acme.flash", kind="mismatch", output="dq", check="elementwise")
-DK = Identity(kernel="acme.flash", kind="mismatch", output="dk", check="elementwise")
+from attnfuzz.harness.campaign.campaign import run_campaign
+from attnfuzz.harness.campaign.events import Event, TrialFinished
+from attnfuzz.harness.campaign.options import OPTIONS, settings_from
+from attnfuzz.harness.campaign.rounds import Rounds
+from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.problem import BadArgument
 
-
-def shards_of(folder: Path, *names: str, test: str = "test_a.py::test_k") -> list[SharedFailures]:
-    return [shared_failures(folder, "s1", test, each) for each in names]
-
-
-def test_the_first_shard_keeps_a_failure_and_the_others_learn_which(tmp_path: Path) -> None:
-    first, second = shards_of(tmp_path, "test_k[0]", "test_k[1]")
-    assert first.holder(DQ) is None
-    held = second.holder(DQ)
-    assert held is not None
-    assert (held.shard, held.path) == ("test_k[0]", None)
-    assert second.holder(DK) is None
-    assert first.holder(DQ) is None, "its own failure, in the same test run again"
-    first.keep([DQ, DK], "cases/minimal.json")
-    assert second.latest(DQ).path == "cases/minimal.json"
-    assert second.holder(DK) is None, "another shard's failure stays that shard's"
+KERNEL = "torch.reference_cpu"
 
 
-def test_tests_and_sessions_share_nothing(tmp_path: Path) -> None:
-    (first,) = shards_of(tmp_path, "test_k[0]")
-    assert first.holder(DQ) is None
-    assert shards_of(tmp_path, "test_l[0]", test="test_a.py::test_l")[0].holder(DQ) is None
-    assert shared_failures(tmp_path, "s2", "test_a.py::test_k", "test_k[1]").holder(DQ) is None
+def taken(rounds: Rounds) -> list[tuple[int, int]]:
+    """Each Case that the rounds give, as its round and its place there."""
+    cases = []
+    while (round_ := rounds.take()) is not None:
+        ids = [f"{round_.number} {place}" for place in range(round_.quota)]
+        cases += [(round_.number, index) for index in rounds.drawn(round_.number, ids)]
+        rounds.finish(round_.number)
+    return cases
 
 
-def test_of_many_shards_at_once_one_keeps_a_failure(tmp_path: Path) -> None:
-    shards, start, kept = shards_of(tmp_path, *map(str, range(16))), threading.Barrier(16), list[str]()
-
-    def find(shard: SharedFailures) -> None:
-        start.wait()
-        if shard.holder(DQ) is None:
-            kept.append(shard.shard)
-
-    threads = [threading.Thread(target=find, args=(each,)) for each in shards]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert len(kept) == 1
-    assert shards[0].latest(DQ).shard == kept[0]
+@pytest.mark.parametrize("most", [1, 2, 3, 60, 99, 100, 101, 250, 400, 730, 1001])
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 7])
+def test_shards_have_equal_parts_and_rounds_of_their_own(most: int, shards: int) -> None:
+    parts = [taken(Rounds(most, shard, shards)) for shard in range(shards)]
+    joined = list(itertools.chain(*parts))
+    assert len(joined) == len(set(joined)) == most
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1, "equal parts"
+    assert all(number % shards == shard for shard, part in enumerate(parts) for number, _ in part)
 
 
-def test_a_file_that_cannot_be_read_is_another_shards(tmp_path: Path) -> None:
-    first, second = shards_of(tmp_path, "a", "b")
-    assert first.holder(DQ) is None
-    next(first.folder.iterdir()).write_bytes(b"")
-    held = second.holder(DQ)
-    assert held is not None
-    assert held.shard == "another shard"
+def test_shards_without_a_limit_have_every_nth_round() -> None:
+    numbers = []
+    for shard in range(3):
+        rounds = Rounds(None, shard, 3)
+        numbers.append([each.number for each in (rounds.take() for _ in range(4)) if each])
+    assert numbers == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
-def test_without_a_folder_each_shard_keeps_its_failures(tmp_path: Path) -> None:
-    (tmp_path / "shards").write_text("")
-    first, second = shards_of(tmp_path, "a", "b")
-    assert (first.holder(DQ), second.holder(DQ)) == (None, None)
-    first.keep([DQ], "x.json")
-    drop_shared_failures(tmp_path, "s1")
+def tried(**changed: Any) -> list[str]:
+    events: list[Event] = []
+    settings = Settings(device="cpu", seed=3, out=None, replay=False, maps=False, **changed)
+    run_campaign([registry.get(KERNEL)], settings, events.append, FunctionExecutor(lambda _: Verdict(status="pass")))
+    return [each.case.id for each in events if isinstance(each, TrialFinished)]
 
 
-def test_a_session_removes_its_own_and_what_is_old(tmp_path: Path) -> None:
-    for session in ("s1", "old", "running"):
-        assert shared_failures(tmp_path, session, "t", "a").holder(DQ) is None
-    os.utime(tmp_path / "shards" / "old", (0, 0))
-    drop_shared_failures(tmp_path, "s1")
-    assert [each.name for each in (tmp_path / "shards").iterdir()] == ["running"]
-    drop_shared_failures(tmp_path, "running")
-    assert not (tmp_path / "shards").exists()
+@pytest.mark.parametrize("shards", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_shards_try_as_many_cases_as_one_run_and_other_ones_each(shards: int) -> None:
+    parts = [tried(max_examples=70, shard=shard, shards=shards) for shard in range(shards)]
+    assert sum(map(len, parts)) == len(tried(max_examples=70)) == 70
+    # Each round begins with the simplest Case.
+    assert len(set(itertools.chain(*parts))) >= 70 - 3 * shards
+
+
+def options(**changed: Any) -> Settings:
+    return settings_from({each.key: each.default for each in OPTIONS} | {"workers": "1"} | changed, "cpu")
+
+
+def test_the_option_counts_from_one_and_leaves_the_budget_whole() -> None:
+    settings = options(shard="2/8", budget="8s", seed=3)
+    assert (settings.shard, settings.shards, settings.seconds) == (1, 8, 8.0)
+    assert (options().shard, options().shards) == (0, 1)
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "/", "a/2", "-1/2", "1/2/3", "1/0", ""])
+def test_other_shards_are_refused(text: str) -> None:
+    with pytest.raises(BadArgument) as caught:
+        options(shard=text, seed=3)
+    reason = "it is not I/N with I from 1 to N; give the shard and their number, such as 2/8"
+    assert str(caught.value) == f"shard={text!r}: {reason}"

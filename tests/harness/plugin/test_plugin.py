@@ -568,7 +568,7 @@ def test_a_failure_under_xdist_is_short_and_in_junit_with_its_figures(acme: pyte
     assert len(failed) == outcomes["failed"]
 
 
-@pytest.mark.parametrize("xdist", [(), ("-n", "2")], ids=["one process", "two processes"])
+@pytest.mark.parametrize("xdist", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["one process", "two processes"])
 def test_a_failure_that_two_shards_find_is_shrunk_by_one_and_named_by_the_other(
     acme: pytest.Pytester, xdist: tuple[str, ...]
 ) -> None:
@@ -580,7 +580,8 @@ def test_a_failure_that_two_shards_find_is_shrunk_by_one_and_named_by_the_other(
     result.stdout.fnmatch_lines_random(
         [
             "1. acme.faulty: exception in forward*(found after * shrunk in *",
-            "1. acme.faulty: exception in forward*shrunk by test_acme.py::test_kernel[[][01]]*)",
+            "1. acme.faulty: exception in forward*shrunk by test_acme.py::test_kernel[[][01]]*found/cases/*.json)",
+            "   exception: forward raised ValueError: more than 5 keys",
             "   its case here:       pytest test_acme.py::test_kernel --attnfuzz-case AF1-*",
             "test_acme.py::test_kernel (acme.faulty): * cases, 1 failure; *",
         ]
@@ -592,6 +593,27 @@ def test_a_failure_that_two_shards_find_is_shrunk_by_one_and_named_by_the_other(
     again = pytest_of(acme, "--attnfuzz-in-process", "--attnfuzz-case", blob)
     again.assert_outcomes(failed=1, skipped=1)
     again.stdout.fnmatch_lines(["*more than 5 keys*"])
+
+
+def test_the_second_shard_of_a_failure_stops_as_the_first_does(acme: pytest.Pytester) -> None:
+    acme.makepyfile(test_acme=FAILING.replace("max_examples=40", "max_examples=40, shards=2"))
+    options = ("--attnfuzz-out", "found", "--attnfuzz-max-failures", "1", "--junitxml", "junit.xml")
+    pytest_alone(acme, *options).assert_outcomes(failed=2)
+    tried = []
+    for case in ElementTree.parse(acme.path / "junit.xml").getroot().iter("testcase"):
+        properties = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
+        assert properties["attnfuzz.failure"].startswith("acme.faulty: exception in forward")
+        tried.append([properties[f"attnfuzz.{name}"] for name in ("failures", "failures_elsewhere")])
+        assert int(properties["attnfuzz.cases"]) < 20
+    assert tried == [["1", "0"], ["0", "1"]]
+
+
+def test_two_tests_of_one_kernel_each_shrink_its_failure(acme: pytest.Pytester) -> None:
+    again = FAILING.splitlines()[-1].replace("test_kernel", "test_again").replace("=40", "=40, shards=1")
+    acme.makepyfile(test_acme=FAILING.replace("=40", "=40, shards=1") + again)
+    result = pytest_alone(acme, "--attnfuzz-out", "found")
+    result.assert_outcomes(failed=2)
+    result.stdout.no_fnmatch_line("*shrunk by*")
 
 
 def test_stop_at_first_and_last_failed(acme: pytest.Pytester) -> None:

@@ -165,3 +165,18 @@ def test_stored_cases_that_are_not_replayed_are_counted(folder: pytest.Pytester)
         (cases / f"{kernel.name}-o-mismatch-{case.id}.json").write_text(dumps(case.to_object()))
     result = in_process(folder)
     result.stdout.fnmatch_lines(["test_it.py::test_kernel (*): 6 cases, *; at most 8 stored cases not replayed; *"])
+
+
+@pytest.mark.parametrize(
+    ("shards", "line"),
+    [
+        ([(2, []), (0, ["a", "b"])], "20 cases, 2 failures"),
+        ([(0, ["a", "b"]), (0, ["b"])], "20 cases, 2 failures"),
+        ([(0, ["a"])], "10 cases, 1 failure"),
+        ([(0, []), (0, [])], "20 cases, 0 failures"),
+    ],
+    ids=["kept by one shard", "its process died", "the other shard was not asked for", "none"],
+)
+def test_a_failure_of_several_shards_counts_once_and_is_never_left_out(shards: list[tuple[int, list[str]]], line: str) -> None:
+    figures = [{"cases": 10, "failures": own, "elsewhere": elsewhere} for own, elsewhere in shards]
+    assert statistics._counted(figures) == line
