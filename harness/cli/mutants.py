@@ -69,7 +69,8 @@ _AGAIN = 3
     "rows_file",
     type=click.Path(dir_okay=False),
     metavar="FILE",
-    help="Write each campaign's row at once, one a line; campaigns whose rows are there are not run again.",
+    help="Write each campaign's row at once, one a line; campaigns whose rows are there are not run again, but for those that "
+    "--each has ended: last, with twice the time.",
 )
 @click.option(
     "--jobs",
@@ -282,6 +283,8 @@ class _Run:
         known = self._file.known(tasks)
         self._rows: dict[tuple[str, int], Any] = {(each.mutant, each.seed): row for each, row in known.items()}
         self._untried = [each for each in tasks if each not in known]
+        self._cut = {(each.mutant, each.seed): row.seconds for each, row in self._file.cut(tasks).items()}
+        """Seconds of campaigns that the end of their time has ended in an earlier run."""
         self.end: Literal["interrupted", "time over"] | None = None
         """Why it ended before all campaigns had."""
 
@@ -298,7 +301,8 @@ class _Run:
     def go(self, jobs: int, seconds: float | None) -> None:
         """Run the campaigns that have no row, with a line for each as it ends; Ctrl-C and the end of the time keep the rows.
 
-        In the seconds that are left then, those that were ended by their own time run again, with twice that time.
+        Those that an earlier run cut come last, with more time. In the seconds that are left then, those that were ended by their
+        own time run again, with twice that time.
 
         Raises:
             BadArgument: processes ended in the middle of campaigns, before any other had ended, or a row cannot be written.
@@ -308,10 +312,10 @@ class _Run:
         processes, report = _of_checkout("verdict.processes"), _of_checkout("detection_report")
         end = None if seconds is None else time.monotonic() + seconds
         limits = {} if seconds is None else {"seconds": seconds, "again": _AGAIN}
+        tasks = self._those_cut_last(seconds)
         try:
             with progress_on(console(stderr=True), bar=True, count=True, left=True, width=24) as progress:
                 bar = progress.add_task("campaigns", total=len(self._tasks), completed=len(self._rows))
-                tasks = self._untried
                 while tasks:
                     for each in processes.finished(self._attempt, tasks, jobs, **limits):
                         self._rows[each.mutant, each.seed] = each
@@ -334,6 +338,18 @@ class _Run:
                 raise reject("jobs", jobs, str(error), "give fewer") from None
             echo(f"{error}", err=True)
             self.end = "interrupted"
+
+    def _those_cut_last(self, seconds: float | None) -> list[Any]:
+        """Return the campaigns to run, those last that an earlier run cut, with twice the time that they had there."""
+        first = [each for each in self._untried if (each.mutant, each.seed) not in self._cut]
+        again = []
+        for key, had in sorted(self._cut.items(), key=lambda each: each[1]):
+            task = self._tasks[key]
+            if task.budget is not None:
+                longer = 2 * had if seconds is None else min(2 * had, seconds - _TO_END)
+                task = self._tasks[key] = replace(task, budget=max(task.budget, longer))
+            again.append(task)
+        return first + again
 
     def _longer(self, seconds: float) -> list[Any]:
         """Return the campaigns that their time has ended, with up to twice that time; `seconds` are left for them."""

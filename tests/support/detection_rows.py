@@ -98,10 +98,17 @@ class Rows:
 
     def known(self, tasks: Sequence[Attempt]) -> dict[Attempt, Found]:
         """Return the rows of campaigns that have ended by themselves, not by an error or by the end of their time."""
+        return {each: row for each, row in self._of(tasks).items() if not (row.cut or row.error)}
+
+    def cut(self, tasks: Sequence[Attempt]) -> dict[Attempt, Found]:
+        """Return the rows of campaigns that the end of their time has ended."""
+        return {each: row for each, row in self._of(tasks).items() if row.cut}
+
+    def _of(self, tasks: Sequence[Attempt]) -> dict[Attempt, Found]:
         if not self._known:
             return {}
         rows = {each: self._known.get((_asked(each), _source(each.mutant), _drawn(each))) for each in tasks}
-        return {each: row for each, row in rows.items() if row is not None and not (row.cut or row.error)}
+        return {each: row for each, row in rows.items() if row is not None}
 
     def add(self, task: Attempt, row: Found) -> None:
         """Write a row at once."""

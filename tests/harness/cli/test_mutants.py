@@ -371,6 +371,31 @@ def test_campaigns_that_their_time_has_ended_run_longer_in_what_is_left(tmp_path
     assert asked == 2 * [("MSK-05", 60.0), ("DIM-04", 60.0)]
 
 
+def test_campaigns_that_an_earlier_run_cut_come_last_with_twice_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, float | None]] = []
+    took = {"MSK-05": 93.0, "DIM-04": 62.0}
+
+    def finished(_: Any, tasks: list[Attempt], jobs: int, **limits: Any) -> Iterator[Found]:
+        asked.extend((each.mutant, each.budget) for each in tasks)
+        for each in tasks:
+            late = first and each.mutant != "MSK-10"
+            yield dataclasses.replace(row(each, killed=not late), cut=late, seconds=took.get(each.mutant, 4.0))
+
+    monkeypatch.setattr("support.verdict.processes.finished", finished)
+    options = ("--seeds", "1", "--each", "60s", "--rows", str(tmp_path / "rows.jsonl"))
+    first = True
+    assert run("MSK-05", "DIM-04", "MSK-10", *options).exit_code == 1
+    asked.clear()
+    assert run("MSK-05", "BWD-03", "DIM-04", "MSK-10", *options, "--budget", "70s").exit_code == 1
+    assert asked == [("BWD-03", 60.0), ("DIM-04", 60.0), ("MSK-05", 60.0)], "no more than the time of all"
+    asked.clear()
+    first = False
+    assert run("MSK-05", "DIM-04", "MSK-10", "MSK-01", *options, "--budget", "9m").exit_code == 0
+    assert asked == [("MSK-01", 60.0), ("DIM-04", 124.0), ("MSK-05", 186.0)]
+
+
 def test_the_end_of_the_time_in_a_longer_campaign_leaves_the_row_before(monkeypatch: pytest.MonkeyPatch) -> None:
     from support.verdict.processes import TimeOver
 
