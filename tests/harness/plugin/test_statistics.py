@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import execnet
 import pytest
-import torch._dynamo  # and so Triton, whose library aborts the process when it is loaded twice
 
 from attnfuzz.harness import plugin
-from attnfuzz.harness.campaign import campaign
 from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.options import OPTIONS as OPTIONS_OF_RUNS
 from attnfuzz.harness.campaign.settings import Settings
@@ -20,11 +17,6 @@ from attnfuzz.harness.plugin import statistics
 from attnfuzz.harness.plugin.options import session_seed
 from attnfuzz.harness.plugin.statistics import keep_figures
 from attnfuzz.kernels import registry
-
-# pytester forgets modules that are first imported inside: what must be imported once only is imported here.
-assert campaign
-assert plugin
-assert torch._dynamo
 
 TEST_FILE = 'from attnfuzz.harness import fuzz\n\ntest_kernel = fuzz("torch.reference_cpu", max_examples=6)\n'
 SEEDED = TEST_FILE.replace("=6", "=6, seed=11").replace("test_kernel", "test_seeded")
@@ -34,9 +26,6 @@ OPTIONS = ("-p", "no:cacheprovider", "--attnfuzz-device", "cpu")
 @pytest.fixture
 def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     monkeypatch.setattr(registry, "_registered", {})
-    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.delitem(os.environ, "CI", raising=False)
     pytester.makepyfile(test_it=TEST_FILE)
     return pytester
 

@@ -1,0 +1,38 @@
+"""A folder with the kernels of a team named acme."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch._dynamo  # and so Triton, whose library aborts the process when it is loaded twice
+from support.acme import KERNEL_FILE
+
+from attnfuzz.harness import plugin
+from attnfuzz.harness.campaign import campaign
+from attnfuzz.kernels import registry
+
+# pytester forgets modules that are first imported inside: what must be imported once only is imported here.
+assert campaign
+assert plugin
+assert torch._dynamo
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_a_plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of the pytest that runs these tests reaches the pytest that they run.
+
+    With CI or BUILD_NUMBER, pytest's summary repeats each failure whole.
+    """
+    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "CI", "BUILD_NUMBER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def acme(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A folder with the kernels of a team named acme, as importable as an installed package."""
+    pytester.makepyfile(acme=KERNEL_FILE)
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(pytester.path)
+    monkeypatch.setattr(registry, "_registered", {})
+    return pytester
