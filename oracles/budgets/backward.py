@@ -60,7 +60,7 @@ def backward(
     """
     lost_keys = t.lost_keys
     pe, moved = _dv(t, dv, lost_keys, deviations, ties=ties)
-    steps = max(1.0, t.v.shape[-1] / 16)
+    steps = t.rounding.steps(t.v.shape[-1])
     of_c = 4 * EPS * math.sqrt(steps) + (TF32 if t.rounding.tf32 else 0.0)
     c_size = t.d_size @ t.v_size.mT
     of_row, of_key = lost(t.d_size.sum(-1, keepdim=True), 0.0, t.v.shape[-1]), t.v_size.sum(-1)[:, None, :] * TINY

@@ -214,6 +214,7 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     """Compute scores, probabilities and the budget of LSE.
 
     delta = eps (4 (c |s| + sqrt(c) A) + 4 |m|) + 4 tiny, A = |scale| |q| |k|^T, c = max(1, D / 16); masked: 0.
+    By tf32x3, which is declared, c is (21/16 D + 24) / 4 more (`Rounding.steps`), and so is c' of dP.
     With a score_mod f, delta = error of f(s) (tree_errors.py) where s is off by that without m, + eps (4 |f(s)| + 4 |m|) + 4 tiny
     Lambda = log(1 + sum P (e^delta - 1));  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
     Equal P that one thread adds one after the other are rounded alike each time: with ties + eps / 8 sum_j P (n - 1).
@@ -227,8 +228,9 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     v, v_size, v2, k = values.split([*[x.v.shape[-1]] * 3, dim_qk], -1)
     form = Format.of(placed.dtype)
     q_size, (d_size, d2), (plain_k, k_size, k2) = q.abs(), formulas.of_values(d_o), formulas.of_keys(k, placed.scale)
-    tf32 = placed.dtype == "float32" and device in deviations.tf32_on
-    rounding = Rounding(form, placed.dtype != "float32", tf32)
+    half = placed.dtype != "float32"
+    tf32 = not half and device in deviations.tf32_on
+    rounding = Rounding(form, half, tf32, not half and not tf32 and device in deviations.tf32x3_on)
     k_sum = plain_k.sum(1, keepdim=True)
     sum_k = plain_k.sum(-1)[:, None, :] if deviations.prescaled_q else None
     del plain_k
@@ -314,7 +316,7 @@ def _seen(
     dim_qk: int,
 ) -> _Seen:
     """Scale and mask the scores; `prescaled`: the errors of q or k times the scale, of each."""
-    steps, visible, modifiers = max(1.0, dim_qk / 16), placed.visible(), placed.modifiers
+    steps, visible, modifiers = rounding.steps(dim_qk), placed.visible(), placed.modifiers
     of_s, of_size = 4 * EPS * steps, 4 * EPS * math.sqrt(steps) + (TF32 if rounding.tf32 else 0.0)
     if modifiers.none:
         s, delta = formulas.visible_scores(product, size, visible, placed.scale, of_s, of_size)

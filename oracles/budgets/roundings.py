@@ -1,4 +1,4 @@
-"""Errors of a factor before it enters a product: rounded once to the dtype, truncated to tf32, or flushed to zero.
+"""Errors of a factor before it enters a product (rounded once to the dtype, truncated to tf32, or flushed to zero), and of sums.
 
 Notation: u = unit roundoff of the dtype, eta = half its smallest subnormal.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnfuzz.oracles.formats import TF32, Format, half_ulp_of_sum
+from attnfuzz.oracles.formats import CUT_OF_TF32X3, OF_TF32X3, TF32, Format, half_ulp_of_sum
 from attnfuzz.oracles.frames import Steps
 from attnfuzz.oracles.fused import fused
 
@@ -27,6 +27,14 @@ class Rounding:
     form: Format
     half: bool
     tf32: bool
+    tf32x3: bool = False
+
+    def steps(self, dim: int) -> float:
+        """Return the matrix steps of 16 over `dim` products, one at least: a sum is off by 4 eps of it for each.
+
+        By tf32x3 a sum is cut toward zero by up to 21/16 eps for each product and 24 eps, as that many steps more.
+        """
+        return max(1.0, dim / 16) + ((CUT_OF_TF32X3 * dim + OF_TF32X3) / 4 if self.tf32x3 else 0.0)
 
     def variance(self, x: torch.Tensor, eta: Steps, exact: torch.Tensor | None = None) -> torch.Tensor:
         """Return the mean square of one rounding of x >= 0: 0 where it may be flushed (see `flushed`), or where `exact`.
