@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
@@ -20,6 +21,8 @@ from attnfuzz.harness.judge.failure import Identity
 __all__ = ["Claim", "SharedFailures", "drop_shared_failures", "shared_failures"]
 
 _FOLDER = "shards"
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of file systems without hard links."""
 _OLD = 24 * 3600.0
 """Seconds without a failure after which what a killed session left behind is removed."""
 
@@ -52,20 +55,14 @@ class SharedFailures:
     def claim(self, identity: Identity) -> Claim | None:
         """Claim a failure for this shard; returns the claim of another shard that was earlier, else None."""
         path = self._path(identity)
-        new = path.with_name(f".{secrets.token_hex(8)}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_bytes(msgspec.json.encode(Claim(self.test)))
-            # A link is there with its content or not at all, and does not replace another.
-            os.link(new, path)
+            _create(path, msgspec.json.encode(Claim(self.test)))
         except FileExistsError:
             claim = self.latest(identity)
             return None if claim is None or claim.test == self.test else claim
         except OSError:
             return None
-        finally:
-            with contextlib.suppress(OSError):
-                new.unlink(missing_ok=True)
         return None
 
     def latest(self, identity: Identity) -> Claim | None:
@@ -84,6 +81,29 @@ class SharedFailures:
 
     def _path(self, identity: Identity) -> Path:
         return self.folder / f"{hashlib.sha256(msgspec.json.encode(identity)).hexdigest()[:32]}.json"
+
+
+def _create(path: Path, content: bytes) -> None:
+    """Create a file that is not there yet.
+
+    Raises:
+        FileExistsError: it is there.
+        OSError: it cannot be written.
+    """
+    new = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        new.write_bytes(content)
+        # A link is there with its content or not at all, and does not replace another.
+        os.link(new, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # What is read of it before it is written is no claim: each shard keeps that failure then.
+        with path.open("xb") as file:
+            file.write(content)
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
 
 
 def shared_failures(out: Path | str, session: str, name: str, test: str) -> SharedFailures:

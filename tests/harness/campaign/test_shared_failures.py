@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -91,14 +93,31 @@ def test_without_a_folder_each_shard_keeps_its_failures(tmp_path: Path) -> None:
     drop_shared_failures(tmp_path, "s1")
 
 
-def test_a_file_system_without_links_shares_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
+def refused(error: int) -> Callable[..., None]:
+    def link(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(os, "link", refused)
-    first, second = shards_of(tmp_path, "a", "b")
-    assert (first.claim(DQ), second.claim(DQ)) == (None, None)
-    assert not list(first.folder.iterdir())
+    return link
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_system_without_links_shares_failures_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    monkeypatch.setattr(os, "link", refused(error))
+    first, second = shards_of(tmp_path, "test_k[0]", "test_k[1]")
+    assert first.claim(DQ) is None
+    claim = second.claim(DQ)
+    assert claim is not None
+    assert claim.test == "test_k[0]"
+    assert not list(tmp_path.rglob(".*.tmp"))
+
+
+def test_a_claim_that_cannot_be_written_whole_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = shards_of(tmp_path, "test_k[0]", "test_k[1]")
+    with monkeypatch.context() as full:
+        full.setattr(os, "link", refused(errno.ENOSPC))
+        assert first.claim(DQ) is None
+    assert [each for each in tmp_path.rglob("*") if each.is_file()] == []
+    assert second.claim(DQ) is None
 
 
 def test_a_session_removes_its_own_and_what_is_old(tmp_path: Path) -> None:
