@@ -74,14 +74,16 @@ def test_more_options_are_of_the_runs_that_are_measured_alone_and_each_in_turn(
     def run_command(plan: Any, kernels: tuple[str, ...], workers: str, seed: int) -> Any:
         seen.append((plan.seconds, plan.more))
         row = {"cases": 6000 * len(seen), "compiles": 1, "unreached": int(len(seen) == 1)}
-        return targets.Finished({"kernels": [row] * len(kernels)}, first=2.0, wall=12.0)
+        judged = tuple((2.0 + at, 100 * len(seen) * at**2) for at in range(11))
+        return targets.Finished({"kernels": [row] * len(kernels)}, first=2.0, wall=12.0, judged=judged)
 
     monkeypatch.setattr(targets, "run_command", run_command)
     monkeypatch.setattr(targets, "COMPILED_ALL", set())
     options, file = ("--share-gpu --workers 16", "--workers 12"), tmp_path / "rows.json"
     result = run(targets, monkeypatch, targets.varlen, *[f"--options={each}" for each in options], "--json", str(file))
     assert "at least 1500" in result.output
-    assert seen == [(100.0, ()), (60.0, ()), (60.0, ("--share-gpu", "--workers", "16")), (60.0, ("--workers", "12"))]
+    assert seen == [(100.0, ()), (60.0, ()), (120.0, ("--share-gpu", "--workers", "16")), (120.0, ("--workers", "12"))]
     rows = [(row["options"], row["measured"]) for row in json.loads(file.read_text()) if row["measured"]]
     kernels = len(targets.KERNELS["cpu"])
-    assert rows == [(options[0], 1800.0 * kernels), (options[1], 2400.0 * kernels)]
+    # 5 s and 10 s after the first Verdict there are 25 and 100 hundreds.
+    assert rows == [(options[0], 1800.0 * kernels), (options[0], 4500.0), (options[1], 2400.0 * kernels), (options[1], 6000.0)]
