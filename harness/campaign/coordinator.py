@@ -41,6 +41,8 @@ _LONGEST: dict[Device, float] = {"cpu": 10.0, "cuda": 60.0}
 _PARTS = 2
 """Turns in which a kernel has its share."""
 _WAIT = 0.05
+_MANY = 4
+"""Workers for each kernel from which they stay with it: kernels then have the same time within a fourth."""
 
 
 class Coordinator:
@@ -64,6 +66,8 @@ class Coordinator:
         """When the first turn began."""
         self._had_turns: set[int] = set()
         """Workers that have had their first turn."""
+        self._kernel_of: dict[int, str] = {}
+        """The kernel of each worker's latest turn."""
         settings = context.settings
         marks = Marks(settings.device, {} if settings.in_process else executor.describe())
         self.compiles = CompileService(
@@ -90,7 +94,10 @@ class Coordinator:
         able = [each for each in left if self._can_try(each, worker)]
         if not able:
             return "wait" if left else None
-        state = min(able, key=lambda each: (len(each.workers), each.seconds))
+        last = self._kernel_of.get(worker) if self._workers >= _MANY * len(able) else None
+        # A process for another kernel loads its code again.
+        state = min(able, key=lambda each: (len(each.workers), each.kernel.name != last, each.seconds))
+        self._kernel_of[worker] = state.kernel.name
         until = self._until(now, len(left), worker)
         return state.begin_turn(worker, until, workers=self._workers, seconds=self._replay_seconds())
 

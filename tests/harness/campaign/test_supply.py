@@ -539,6 +539,43 @@ def test_the_first_turns_of_workers_end_one_after_the_other(monkeypatch: pytest.
     assert [seconds_of(worker) for worker in range(4)] == pytest.approx([longest] * 4)
 
 
+def kernels_of_turns(coordinator: Coordinator, workers: int) -> list[list[str]]:
+    """The kernels of three turns of each worker; one after the other, each ends its turn and begins the next."""
+    kernels: list[list[str]] = [[] for _ in range(workers)]
+    for _ in range(3):
+        for worker, had in enumerate(kernels):
+            if had:
+                coordinator.end_turn(worker, had[-1], TurnEnd(seconds=9.0))
+            turn = coordinator.turn(worker)
+            assert isinstance(turn, Turn)
+            had.append(turn.kernel)
+    return kernels
+
+
+def test_many_workers_stay_with_their_kernels_and_few_change() -> None:
+    """A process that begins with another kernel makes a context on the GPU and loads code."""
+    coordinator, _ = coordinated("abc", 14)
+    many = kernels_of_turns(coordinator, 14)
+    assert all(len(set(each)) == 1 for each in many)
+    first = [each[0] for each in many]
+    assert sorted(first.count(each) for each in set(first)) == [4, 5, 5]
+    coordinator, _ = coordinated("abc", 4)
+    few = kernels_of_turns(coordinator, 4)
+    assert any(len(set(each)) > 1 for each in few)
+    times = [name for each in few for name in each]
+    assert {times.count(each) for each in ("test.a", "test.b", "test.c")} == {4}, "each kernel has as many turns"
+
+
+def test_a_kernel_that_has_ended_sets_its_workers_free() -> None:
+    coordinator, states = coordinated("ab", 8)
+    kernels = kernels_of_turns(coordinator, 8)
+    states[0].broken = True
+    for worker, had in enumerate(kernels):
+        coordinator.end_turn(worker, had[-1], TurnEnd(seconds=1.0))
+    turns = [coordinator.turn(worker) for worker in range(8)]
+    assert [isinstance(each, Turn) and each.kernel for each in turns] == ["test.b"] * 8
+
+
 class ByDims(Subject):
     """A kernel that is only compiled: for each dtype and dims."""
 
