@@ -40,7 +40,7 @@ from rich.table import Table
 
 from attnfuzz.harness.campaign.context import batch_for
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
-from attnfuzz.harness.cli.options import writable
+from attnfuzz.harness.cli.options import file_to_write
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.gpus import gpus
 from attnfuzz.harness.core.text import dumps
@@ -253,7 +253,7 @@ def summary(runs: Sequence[Timed]) -> dict[str, Any]:
 @click.option("--operations", "lists", is_flag=True, help="Also what a Case asks of the device, and what a GPU does for it.")
 @click.option("--waits", "finds", is_flag=True, help="Also where a Case waits for the GPU.")
 @click.option("--alone", is_flag=True, help="Also compare the Verdicts with those of the Cases run alone.")
-@click.option("--json", "json_file", type=click.Path())
+@click.option("--json", "json_file", metavar="FILE", callback=file_to_write, help="Write the figures as JSON.")
 def main(
     kernel: str,
     device: str,
@@ -264,7 +264,7 @@ def main(
     lists: bool,
     finds: bool,
     alone: bool,
-    json_file: str | None,
+    json_file: Path | None,
 ) -> None:
     """Measure, and print the rate, the stages, and the operations."""
     where = environment.resolve_device(device)
@@ -276,7 +276,6 @@ def main(
     count = cases or 6 * size
     if count <= _UNTIMED * size:
         raise click.BadParameter(f"{count}: two batches of {size} are not timed; ask for more", param_hint="--cases")
-    file = None if json_file is None else writable(json_file, "json")
     # First: where there is no MPS, nothing is measured in vain.
     with_server = {"mps": with_mps(processes, kernel, where, count, size)} if shares else {}
     without = summary(side_by_side(processes, kernel, where, count, size))
@@ -289,8 +288,8 @@ def main(
         result["waits"] = waits(kernel, count, size)
     if alone:
         result["compared"], result["different"] = count, differences(kernel, where, count, size)
-    if file is not None:
-        file.write_text(json.dumps(result), encoding="utf-8")
+    if json_file is not None:
+        json_file.write_text(json.dumps(result), encoding="utf-8")
     show(result)
     if result.get("different"):
         sys.exit(1)

@@ -28,6 +28,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from attnfuzz.harness.cli.options import file_to_write
 from attnfuzz.harness.core.environment import device_name, resolve_device, versions
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.trial.inputs import materialise
@@ -270,7 +271,7 @@ def parsed(text: str, base: Config) -> Config:
 @click.option("--dtype", default="float16", show_default=True, type=click.Choice(["float16", "bfloat16"]))
 @click.option("--rounds", default=7, show_default=True, type=click.IntRange(min=1))
 @click.option("--autotune", is_flag=True, help="flex_attention by max-autotune.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path))
+@click.option("--json", "json_file", metavar="FILE", callback=file_to_write, help="Write the figures as JSON.")
 def main(
     cases: tuple[str, ...], kernel_name: str, configs: int | None, tries: tuple[str, ...], batch: int, heads: int, seqlen: int,
     long_seqlen: int, dim: int, dtype: Any, rounds: int, autotune: bool, json_file: Path | None,

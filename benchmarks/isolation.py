@@ -25,6 +25,7 @@ from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.campaign.worker import Worker
+from attnfuzz.harness.cli.options import file_to_write
 from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.isolation.executors import Executor, InProcess
@@ -65,7 +66,7 @@ def rate(kernel: Kernel, variants: tuple[Variant, ...], executor: Executor, devi
 @click.option("--device", default="auto")
 @click.option("--cases", default=150, show_default=True)
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--json", "json_file", type=click.Path(path_type=Path))
+@click.option("--json", "json_file", metavar="FILE", callback=file_to_write, help="Write the figures as JSON.")
 def main(kernels: tuple[str, ...], device: str, cases: int, rounds: int, json_file: Path | None) -> None:
     """Print a row per kernel: rates in this process and isolated, and what isolation costs."""
     where = resolve_device(device)

@@ -24,6 +24,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from attnfuzz.harness.cli.options import file_to_write
 from attnfuzz.harness.core.environment import device_name, resolve_device, versions
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.trial.inputs import materialise
@@ -175,7 +176,7 @@ def rows_of(problem: Problem, times: dict[str, tuple[float, float]]) -> list[dic
 @click.option("--peer", multiple=True, default=PEERS, show_default=True, type=click.Choice(PEERS))
 @click.option("--configs", type=click.IntRange(min=1), help="So many Configs of each kernel [default: all].")
 @click.option("--rounds", default=20, show_default=True, type=click.IntRange(min=1))
-@click.option("--json", "json_file", type=click.Path(path_type=Path))
+@click.option("--json", "json_file", metavar="FILE", callback=file_to_write, help="Write the figures as JSON.")
 def main(
     kernels: tuple[str, ...],
     batch: int,

@@ -17,6 +17,7 @@ import click
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from attnfuzz.harness.campaign.settings import PROFILES
+from attnfuzz.harness.cli.options import file_to_write
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.core.text import dumps
@@ -65,7 +66,7 @@ def seconds(case: Case, kernel: Kernel, *, check: bool) -> float:
 @click.option("--cases", default=100, show_default=True, type=click.IntRange(min=1))
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option("--seed", "number", default=0, show_default=True, type=click.IntRange(min=0))
-@click.option("--json", "json_file", type=click.Path(path_type=Path))
+@click.option("--json", "json_file", metavar="FILE", callback=file_to_write, help="Write the figures as JSON.")
 def main(kernel: str, cases: int, rounds: int, number: int, json_file: Path | None) -> None:
     """Print the ratio of times with and without the checker: median, quartiles, and of all Cases together."""
     warnings.simplefilter("error", RuntimeWarning)

@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from attnfuzz.harness.cli.options import file_to_write
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.core.text import dumps
 
@@ -67,9 +68,9 @@ def draw(rows: list[dict[str, Any]], file: str) -> None:
 
 @click.command()
 @click.option("--most", type=click.IntRange(min=8), default=32768, show_default=True, help="Largest number of queries.")
-@click.option("--json", "json_file", metavar="FILE", help="Write the errors as JSON.")
+@click.option("--json", "json_file", metavar="FILE", callback=file_to_write, help="Write the errors as JSON.")
 @click.option("--plot", "plot_file", metavar="FILE", help="Draw them (needs matplotlib).")
-def main(most: int, json_file: str | None, plot_file: str | None) -> None:
+def main(most: int, json_file: Path | None, plot_file: str | None) -> None:
     """Measure the error of dV for 8, 16, ... queries."""
     rows: list[dict[str, Any]] = []
     queries = 8
@@ -78,7 +79,7 @@ def main(most: int, json_file: str | None, plot_file: str | None) -> None:
         click.echo(f"{queries:6} queries: " + ", ".join(f"{name} {100 * rows[-1][name]:.2f} %" for name in CODES))
         queries *= 2
     if json_file:
-        Path(json_file).write_text(dumps({"rows": rows, "versions": versions()}), encoding="utf-8")
+        json_file.write_text(dumps({"rows": rows, "versions": versions()}), encoding="utf-8")
     if plot_file:
         draw(rows, plot_file)
 

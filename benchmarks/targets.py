@@ -33,6 +33,7 @@ from throughput.commands import Finished, run_command
 from throughput.plan import KERNELS, Plan
 from throughput.processes import cold_caches
 
+from attnfuzz.harness.cli.options import file_to_write
 from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.harness.core.gpus import gpus
 from attnfuzz.kernels.contract import Device
@@ -219,7 +220,7 @@ def measured(device: Device, names: Sequence[str]) -> Iterable[Row]:
 @click.command()
 @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda")
 @click.option("--only", multiple=True, metavar="PART", help="Only these parts; the default is all but soak.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path))
+@click.option("--json", "json_file", metavar="FILE", callback=file_to_write, help="Write the figures as JSON.")
 @click.option(
     "--runs", type=click.Path(path_type=Path, file_okay=False), help="Keep the JSON of each run there, with its `times`."
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,11 +15,13 @@ from typing import Any
 import click
 import pytest
 import torch
+from click.testing import CliRunner
 from msgspec.structs import replace
 from support.benchmarks import FOLDER, loaded
 from support.mps import QUIT, START, FakeServer
 from torch.autograd import DeviceType
 
+from attnfuzz.harness.cli.options import file_to_write
 from attnfuzz.harness.core.environment import has_cuda
 from attnfuzz.harness.isolation import sharing
 from attnfuzz.harness.trial.inputs import materialise
@@ -230,6 +233,40 @@ def test_wrong_use_is_refused(name: str, arguments: list[str], expected: str) ->
 @pytest.fixture(scope="module")
 def batch() -> ModuleType:
     return loaded("batch")
+
+
+@pytest.mark.parametrize(
+    ("path", "says"), [("/dev/null/x", "/dev/null is not a folder"), ("", "it is a folder"), ("new/x.json", None)]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    path: str, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    @click.command()
+    @click.option("--json", "json_file", callback=file_to_write)
+    def command(json_file: Path | None) -> None:
+        click.echo(f"works, {json_file}")
+
+    result = CliRunner().invoke(command, ["--json", path])
+    if says is None:
+        assert (result.exit_code, result.output) == (0, f"works, {path}\n")
+    else:
+        assert (result.exit_code, "works" in result.output) == (2, False)
+        assert f"json={path!r}: " in result.output
+        assert says in result.output
+    assert CliRunner().invoke(command).output == "works, None\n"
+
+
+def test_every_benchmark_checks_the_file_that_it_writes() -> None:
+    checked = 0
+    for file in FOLDER.rglob("*.py"):
+        text = file.read_text()
+        for option in re.findall(r'@click\.option\(\s*"--json", [^)]*\)', text):
+            if "is_flag" not in option:
+                assert "callback=file_to_write" in option or 'writable(kept, "json")' in text, file
+                checked += 1
+    assert checked == 9
 
 
 def test_rates_of_processes_add_up_and_stages_are_means(batch: ModuleType) -> None:

@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 
 from attnfuzz.harness.campaign.settings import duration
+from attnfuzz.harness.cli.options import file_to_write
 from attnfuzz.harness.core.environment import device_name, resolve_device, versions
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels.problem import BadArgument
@@ -58,7 +59,7 @@ def part(name: str) -> Any:
 @click.option(
     "--read", "read_file", type=click.Path(path_type=Path, exists=True), help="Print an earlier --json; measure nothing."
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path))
+@click.option("--json", "json_file", metavar="FILE", callback=file_to_write, help="Write the figures as JSON.")
 @click.option("--plot", "plot_folder", type=click.Path(path_type=Path, file_okay=False), help="Draw the curves of growth as SVG.")
 @click.option("--markdown", is_flag=True, help="Print the tables as Markdown.")
 def main(

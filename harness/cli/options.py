@@ -42,6 +42,7 @@ __all__ = [
     "device_option",
     "echo_json",
     "every_kernel",
+    "file_to_write",
     "gate_profile_option",
     "in_process_option",
     "json_option",
@@ -276,6 +277,18 @@ def writable(path: str, name: str = "write") -> Path:
         ) from None
     except OSError as error:
         raise reject(name, path, f"it cannot be written ({error.strerror})", "give a file that can be written") from None
+
+
+def file_to_write(_: click.Context, option: click.Parameter, path: str | None) -> Path | None:
+    """Check an option that names a file to write, before what takes minutes: the callback of such an option.
+
+    Raises:
+        click.UsageError: it cannot be written.
+    """
+    try:
+        return None if path is None else writable(path, option.opts[-1].lstrip("-"))
+    except BadArgument as error:
+        raise click.UsageError(str(error)) from None
 
 
 @contextlib.contextmanager
