@@ -372,19 +372,29 @@ def _any_window(of: Chosen) -> Chosen:
     return tuple(("window", "limited") if name == "window" and value != (None, None) else (name, value) for name, value in of)
 
 
+def _size(of: Chosen) -> int:
+    """Return how many nodes of trees, limits of a window and caps there are."""
+    nodes = [len(list(parse(value).walk())) for name, value in of if name in ("score_mod", "mask_mod")]
+    limits = [side is not None for name, value in of if name == "window" for side in value]
+    return sum(nodes) + sum(limits) + any(name == "softcap" for name, _ in of)
+
+
 def _same_code(one: Chosen | None, other: Chosen | None, *, any_window: bool) -> bool:
     return one == other or (any_window and _any_window(one or ()) == _any_window(other or ()))
 
 
 def _simpler_variants(case: Case, variants: Sequence[Variant]) -> Iterator[Case]:
     """Yield `case` with each part alone replaced by simpler values that some variant has, simplest first."""
-    now = _variant_of(case, variants)
+    now, own = _variant_of(case, variants), _modifiers(case.problem)
     fixed = now.modifiers is not None
-    any_window = fixed and now.modifiers != _modifiers(case.problem)
+    any_window = fixed and now.modifiers != own
     order = {name: list(dict.fromkeys(getattr(each, name) for each in variants)) for name in _VARIANT_PARTS}
     for name in _VARIANT_PARTS:
         there = order[name]
         simplest = there[: there.index(getattr(now, name))] if getattr(now, name) in there else []
+        if fixed and name == "modifiers":
+            # Those of the nearest variant may be larger than the Case's own, to which other steps would lead back.
+            simplest = [each for each in simplest if _size(each or ()) <= _size(own) - (own != now.modifiers)]
         for value in simplest:
             for each in variants:
                 parts = [getattr(each, other) == getattr(now, other) for other in _KEY_PARTS if other != name]

@@ -139,8 +139,11 @@ class Shrinker:
 
     def _descend(self, passed: set[Case]) -> None:
         """Take steps until none is left or time is up; `passed`: simpler Cases that are not to be tried."""
+        # No Case is taken twice: steps whose Verdicts are known would go on for ever if they led in a circle.
+        passed.add(self.finding.case)
         while (step := self._step(passed)) is not None:
             self._keep(*step)
+            passed.add(step[0])
 
     def _settle(self, first: tuple[Case, Verdict]) -> bool:
         """Measure how often the simplest Case fails, and look for a larger one if that is seldom; returns as `_take_steps`."""

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Capabilities, Config
+from attnfuzz.harness.campaign.plan import cases_of, plan_of
+from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.trial.supports import why_not_case
+from attnfuzz.kernels.contract import Capabilities, Config, Kernel
 from attnfuzz.kernels.expressions.tree import parse, to_data
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.tilelang.modified import TileLangModified
+from attnfuzz.kernels.triton.flex import TritonFlex
 from attnfuzz.strategies.case import Case, Recipe
+from attnfuzz.strategies.draw import drawn
+from attnfuzz.strategies.modifiers import Chosen
 from attnfuzz.strategies.shrink_steps import simpler
 from attnfuzz.strategies.shrink_trees import simpler_trees
 from attnfuzz.strategies.variants import Variant
@@ -88,3 +99,59 @@ def test_numbers_in_trees_get_plainer() -> None:
 def test_nothing_is_divided_by_0() -> None:
     divided = numbers_of("le", ("div", ("kv_idx",), ("int", 4)), ("q_idx",))
     assert {each[1][2][1] for each in divided if each[1][0] == "div"} == {1, 2, 3}
+
+
+Part = Callable[[Case], object]
+PARTS: tuple[Part, ...] = (
+    lambda case: case.problem.dtype,
+    lambda case: case.problem.causal,
+    lambda case: case.problem.packing,
+    lambda case: case.problem.softcap,
+    lambda case: case.problem.batch > 1,
+    lambda case: case.problem.score_mod is None,
+    lambda case: case.problem.mask_mod,
+    lambda case: case.config,
+    lambda case: case.check,
+)
+"""Parts of a Case, some of which a failure may need."""
+
+
+def first_step(kernel: Kernel, case: Case, variants: Sequence[Variant], kept: Sequence[tuple[Part, object]]) -> Case | None:
+    """The first simpler Case that the kernel takes and that has the same parts `kept`."""
+    for each in simpler(case, variants, kernel.capabilities):
+        if all(part(each) == value for part, value in kept) and why_not_case(kernel, each, "cuda") is None:
+            return each
+    return None
+
+
+@pytest.mark.parametrize("kernel", [TileLangModified(), TritonFlex()], ids=lambda each: each.name)
+def test_steps_never_lead_back_where_variants_have_modifiers(kernel: Kernel) -> None:
+    """Those of the variant whose code serves a Case may be larger than the Case's own, as a bare score is."""
+    settings = Settings("cuda", max_examples=100)
+    plan = plan_of(kernel, settings)
+    assert any(each.modifiers for each in plan.variants)
+    rng, walks = random.Random(0), 0
+    for number in range(3):
+        for start in drawn(cases_of(kernel, plan, settings), seed=number, examples=50, quota=40):
+            kept = [(part, part(start)) for part in PARTS if rng.random() < 0.25]
+            now, seen = start, {start}
+            while (step := first_step(kernel, now, plan.variants, kept)) is not None:
+                assert step not in seen, (start.canonical(), step.canonical())
+                seen.add(step)
+                now = step
+            walks += len(seen) > 3
+    assert walks > 50
+
+
+def test_modifiers_of_an_earlier_variant_are_a_step_where_they_are_not_larger() -> None:
+    slope = ("add", ("score",), ("mul", ("float", ("kv_idx",)), ("const", 0.5)))
+    larger = ("add", ("neg", slope), ("float", ("b",)))
+    pool: list[Chosen] = [(("score_mod", larger),), (("score_mod", slope),), (("window", (1, None)),)]
+
+    def trees(score_mod: object, pool: list[Chosen]) -> set[object]:
+        variants = [Variant("float16", None, (64, 64), LARGE, each) for each in pool]
+        return {each.problem.score_mod for each in simpler(case_of(1, 1, score_mod=score_mod), variants)}
+
+    assert slope in trees(larger, pool[::-1])
+    assert larger not in trees(slope, pool)
+    assert slope not in trees(("score",), pool), "a bare score is none: the window's variant is nearest, after the slope's"

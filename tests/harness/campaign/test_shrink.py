@@ -53,6 +53,19 @@ def test_a_change_that_did_not_help_is_tried_last() -> None:
     assert len(tried) <= 60
 
 
+def test_steps_that_lead_back_end_where_all_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their Verdicts are known after the first time, so that no trial would notice that time is over."""
+    circle = [replace(CASE, recipe=Recipe(seed=seed)) for seed in range(3)]
+
+    def steps(case: Case, *_: object) -> list[Case]:
+        return [circle[(case.recipe.seed + 1) % 3], circle[(case.recipe.seed + 2) % 3]]
+
+    monkeypatch.setattr("attnfuzz.harness.campaign.shrink.simpler", steps)
+    case, tried = shrunk(lambda _: True)
+    assert case == circle[0], "from seed 9 to 1, 2 and 0"
+    assert set(circle) <= set(tried)
+
+
 def test_a_change_that_helps_only_after_another_is_taken_in_the_end() -> None:
     """Plain values show it with one head alone, which is reached after they were tried."""
     case, _ = shrunk(lambda case: case.problem.softcap == 0 or case.recipe.pattern == "needle")
