@@ -302,11 +302,11 @@ def dq_bound(
     terms_k: Steps,
     n_k: Steps,
     scale: Steps,
-    form: Format,
+    rounding: Rounding,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return acc of dQ and B with it; `reach`: sum |dS| |k|, `of_row`: sum |dS|."""
     halves = math.ceil(n_k / 32) if isinstance(n_k, float | int) else (n_k / 32).ceil()
-    reorder = accumulated(steps_of(n_k) + halves, dq, reach, form)
+    reorder = accumulated(steps_of(n_k) + halves, dq, reach, rounding)
     return reorder, (b + reorder).add_(lost(k_sum, of_row, terms_k) * (abs(scale) + 1))
 
 

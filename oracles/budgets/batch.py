@@ -16,6 +16,7 @@ from attnfuzz.oracles.budgets.batch_repeats import BatchRepeats
 from attnfuzz.oracles.budgets.bounds import PARTS, SUMS, Budget, of_sums, parts_of_rows, steps_of_rows
 from attnfuzz.oracles.budgets.delta import delta_error
 from attnfuzz.oracles.budgets.forward import Forward, Scores, forward, scores
+from attnfuzz.oracles.budgets.roundings import Rounding
 from attnfuzz.oracles.budgets.score_gradient import Gradients
 from attnfuzz.oracles.budgets.sinks import SlotSinks
 from attnfuzz.oracles.budgets.sums import Sums
@@ -74,7 +75,7 @@ def truth_of_batches(
                 frame.release()
                 del loaded, k, v, visible, of, t, f, delta, g, dk, dv
         with torch.inference_mode():
-            return totals.finished(partials=partials)
+            return totals.finished(Rounding.of(batches[0].problem.dtype, deviations, device), partials=partials)
 
 
 class _Totals:
@@ -134,9 +135,9 @@ class _Totals:
             self._sinks.add(frame, *g.sinks, of.captured[SINKS])
         self._repeats.add(number, t, f, g)
 
-    def finished(self, *, partials: bool) -> BatchTruth:
+    def finished(self, rounding: Rounding, *, partials: bool) -> BatchTruth:
         """Return the results of all batches."""
-        qk, v, dtype = self._qk, self._v, self._slots.problems[0].dtype
+        qk, v = self._qk, self._v
         # Rows of a batch lie together, heads first: `Slots`.
         rows, keys = self._rows.index_select(0, self._slots.framed_rows), self._keys.index_select(0, self._slots.framed_keys)
         lse, m_lse, o, dq, of_o, of_dq = rows.split([1, 1, v, qk, PARTS * v, PARTS * qk], -1)
@@ -151,8 +152,8 @@ class _Totals:
                 "o": Budget(*of_o.chunk(PARTS, -1)),
                 "lse": Budget(m_lse),
                 "dq": Budget(*of_dq.chunk(PARTS, -1)),
-                "dk": of_sums(self.of_dk(of_dk), steps, dtype, partials=partials),
-                "dv": of_sums(self.of_dv(of_dv), steps, dtype, partials=partials),
+                "dk": of_sums(self.of_dk(of_dk), steps, rounding, partials=partials),
+                "dv": of_sums(self.of_dv(of_dv), steps, rounding, partials=partials),
             },
             self._repeats,
             None if self._sinks is None else self._sinks.gradient(),

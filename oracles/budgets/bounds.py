@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from attnfuzz.kernels.contract import Deviations, Inputs
-from attnfuzz.kernels.problem import SINKS, Dtype, OutputName, Problem
+from attnfuzz.kernels.problem import SINKS, OutputName, Problem
 from attnfuzz.oracles.budgets.backward import backward
 from attnfuzz.oracles.budgets.captured import CapturedSums
 from attnfuzz.oracles.budgets.delta import delta_error
@@ -34,10 +34,11 @@ from attnfuzz.oracles.budgets.forward import Forward, Scores, forward, scores
 from attnfuzz.oracles.budgets.forward_formulas import sum_budget
 from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Repeats
+from attnfuzz.oracles.budgets.roundings import Rounding
 from attnfuzz.oracles.budgets.score_gradient import Gradients
 from attnfuzz.oracles.budgets.sinks import PlacedWithSinks, SinkSums
 from attnfuzz.oracles.budgets.sums import Sums
-from attnfuzz.oracles.formats import Format, half_ulp_of_sum
+from attnfuzz.oracles.formats import half_ulp_of_sum
 from attnfuzz.oracles.frames import CHUNK, LEAN, Placed, Steps, Tokens, frames, tokens_of
 
 __all__ = ["PARTS", "SUMS", "Budget", "Budgets", "budgets", "of_sums", "parts_of_rows", "steps_of_rows"]
@@ -111,7 +112,8 @@ def budgets(
     # Without autograd's bookkeeping a launch costs a tenth less.
     with torch.inference_mode():
         tokens = tokens_of(inputs)
-        totals = _Totals(tokens, lean=lean, ties=ties, partials=deviations.half_partials and problem.groups > 1, generic=generic)
+        partials, rounding = deviations.half_partials and problem.groups > 1, Rounding.of(problem.dtype, deviations, device)
+        totals = _Totals(tokens, rounding, lean=lean, ties=ties, partials=partials, generic=generic)
         for frame in frames(problem, chunk):
             placed = PlacedWithSinks(tokens, frame) if problem.sinks else Placed(tokens, frame)
             t = scores(placed, placed.load(), deviations, device, ties=ties)
@@ -131,9 +133,9 @@ def budgets(
 class _Totals:
     """Collects the results of all frames."""
 
-    def __init__(self, tokens: Tokens, *, lean: bool, ties: bool, partials: bool, generic: bool) -> None:
+    def __init__(self, tokens: Tokens, rounding: Rounding, *, lean: bool, ties: bool, partials: bool, generic: bool) -> None:
         p: Problem = tokens.problem
-        self._tokens, self._partials = tokens, partials
+        self._tokens, self._rounding, self._partials = tokens, rounding, partials
         self.captured = CapturedSums(tokens.modifiers)
         self._parts = 1 if lean else PARTS
         names = [*(SUMS[:-1] if lean else SUMS), *(["tau2"] if ties else [])]
@@ -205,21 +207,18 @@ class _Totals:
         )  # fmt: skip
 
     def _summed(self, names: list[str], whole: torch.Tensor, steps: Steps) -> Budget:
-        return of_sums(
-            Sums.within(whole, names), steps, self._tokens.problem.dtype, lean=self._parts == 1, partials=self._partials
-        )
+        return of_sums(Sums.within(whole, names), steps, self._rounding, lean=self._parts == 1, partials=self._partials)
 
 
-def of_sums(x: Sums, steps: Steps, dtype: Dtype, *, lean: bool = False, partials: bool = False) -> Budget:
+def of_sums(x: Sums, steps: Steps, rounding: Rounding, *, lean: bool = False, partials: bool = False) -> Budget:
     """Return the budget of dK or dV from sums over all rows, of `steps` matrix steps (`steps_of_rows`)."""
-    form, half = Format.of(dtype), dtype != "float32"
-    reorder, b, allowed, random = sum_budget(x.result, x.size, x.hard, x.sigma2, x.tau2, x.b, steps, form, half)
+    reorder, b, allowed, random = sum_budget(x.result, x.size, x.hard, x.sigma2, x.tau2, x.b, steps, rounding)
     if lean:
         return Budget(allowed)
     noise = x.sigma2 if x.noise is None else x.noise
     if partials:
         # A sum of two half-precision numbers lies on half units: its rounding is exact or breaks a tie, hence h^2 / 2.
-        noise = noise + half_ulp_of_sum(x.result, form).square_().div_(6)
+        noise = noise + half_ulp_of_sum(x.result, rounding.form).square_().div_(6)
     return Budget(allowed, random, b, x.flush, noise, reorder)
 
 

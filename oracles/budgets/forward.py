@@ -228,9 +228,7 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     v, v_size, v2, k = values.split([*[x.v.shape[-1]] * 3, dim_qk], -1)
     form = Format.of(placed.dtype)
     q_size, (d_size, d2), (plain_k, k_size, k2) = q.abs(), formulas.of_values(d_o), formulas.of_keys(k, placed.scale)
-    half = placed.dtype != "float32"
-    tf32 = not half and device in deviations.tf32_on
-    rounding = Rounding(form, half, tf32, not half and not tf32 and device in deviations.tf32x3_on)
+    rounding = Rounding.of(placed.dtype, deviations, device)
     k_sum = plain_k.sum(1, keepdim=True)
     sum_k = plain_k.sum(-1)[:, None, :] if deviations.prescaled_q else None
     del plain_k
@@ -259,7 +257,7 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
         widest, plain = of_splits.amax(-1, keepdim=True), shift
         shift, m_lse, lost = formulas.lse_budget(lse, m, dead, raised.sum(-1, keepdim=True), widest, keys)
         of_lse = (shift - plain).clamp_(min=0.0, max=1.0)
-    exact = not (deviations.lazy_rescale or deviations.normalised_p or tf32)
+    exact = not (deviations.lazy_rescale or deviations.normalised_p or rounding.tf32)
     result = Scores(
         rounding=rounding, form=form, scale=placed.scale, q=q, k=k, v=v, d_o=d_o, d_lse=x.d_lse, q_size=q_size, k_size=k_size,
         v_size=v_size, d_size=d_size, k2=k2, v2=v2, d2=d2, values=values, visible=seen.visible, dead=dead,
@@ -421,7 +419,7 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
         repeated = (neighbours(t.e, t.form.u / 16, t.form.eta / 8) - 1).mul_(variance)
         tau2 = repeated @ v2
     v_most, v_sum = v_size.amax(1, keepdim=True), v_size.sum(1, keepdim=True)
-    o, reorder, b = formulas.o_budget(pv, size, mean2, e_f2, v_most, v_sum, t.n_k, t.terms_k, t.form)
+    o, reorder, b = formulas.o_budget(pv, size, mean2, e_f2, v_most, v_sum, t.n_k, t.terms_k, t.rounding)
     if ties and not t.rounding.half:
         b += (repeated_sum(t.e) @ v_size).div_(t.l)
     if t.l_error is not None:

@@ -10,7 +10,7 @@ import math
 import torch
 
 from attnfuzz.oracles.budgets.roundings import Rounding
-from attnfuzz.oracles.formats import EPS, LAST_BITS, TINY, Format, on_grid
+from attnfuzz.oracles.formats import CUT_OF_TF32X3, EPS, LAST_BITS, OF_TF32X3, TINY, Format, on_grid
 from attnfuzz.oracles.frames import Steps
 from attnfuzz.oracles.fused import fused
 
@@ -167,11 +167,11 @@ def o_budget(
     v_sum: torch.Tensor,
     n_k: Steps,
     terms_k: Steps,
-    form: Format,
+    rounding: Rounding,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return O on a grid, acc, and B without flushed values, from P @ v, P @ |v|, P @ v^2, sum P e_f^2, max |v| and sum |v|."""
     variance = (difference(mean2, pv * pv) * e_f2).sqrt_()
-    reorder = accumulated(steps_of(n_k), pv, size, form)
+    reorder = accumulated(steps_of(n_k), pv, size, rounding)
     o = on_grid(pv, reorder)
     return o, reorder, torch.minimum(variance, v_most + o.abs()).add_(reorder).add_(lost(v_sum, 1.0, terms_k))
 
@@ -240,13 +240,12 @@ def sum_budget(
     tau2: torch.Tensor | None,
     b: torch.Tensor,
     steps: Steps,
-    form: Format,
-    half: bool,
+    rounding: Rounding,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return acc, B with it, M, and 6 sigma + 4 tau where that is the limit, of a sum over rows of `steps` matrix steps."""
-    reorder = accumulated(steps, result, size, form)
+    reorder = accumulated(steps, result, size, rounding)
     b, spread = b + reorder, spread_of(sigma2, tau2)
-    m = (torch.minimum(hard, spread) if half else hard) + b
+    m = (torch.minimum(hard, spread) if rounding.half else hard) + b
     return reorder, b, m, _limiting(spread, hard)
 
 
@@ -256,14 +255,18 @@ def _limiting(spread: torch.Tensor, hard: torch.Tensor) -> torch.Tensor:
 
 
 @fused
-def accumulated(steps: Steps, result: torch.Tensor, size: torch.Tensor, form: Format) -> torch.Tensor:
+def accumulated(steps: Steps, result: torch.Tensor, size: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Return the error of fp32 accumulation over n = `steps` matrix steps of 16: eps (4 n |x| + 6 sqrt(n) X).
 
-    X is the sum of the terms' sizes. float32 products are added one by one: sqrt(16 n) roundings in place of sqrt(n).
+    X is the sum of the terms' sizes. float32 products are added one by one: sqrt(16 n) roundings in place of sqrt(n). By tf32x3
+    their sum is cut toward zero: eps (21 n + 24) |x| more.
     """
-    count = steps * 16 if form.u == EPS else steps
+    count = steps * 16 if rounding.form.u == EPS else steps
     root = math.sqrt(count) if isinstance(count, float | int) else count.sqrt()
-    return result.abs().mul_(steps * (4 * EPS)).add_(size * (root * (6 * EPS)))
+    each = steps * (4 * EPS)
+    if rounding.tf32x3:
+        each = each + (steps * (16 * CUT_OF_TF32X3) + OF_TF32X3) * EPS
+    return result.abs().mul_(each).add_(size * (root * (6 * EPS)))
 
 
 def steps_of(n: Steps) -> Steps:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from attnfuzz.kernels.contract import Deviations
+from attnfuzz.kernels.problem import Dtype
 from attnfuzz.oracles.formats import CUT_OF_TF32X3, OF_TF32X3, TF32, Format, half_ulp_of_sum
 from attnfuzz.oracles.frames import Steps
 from attnfuzz.oracles.fused import fused
@@ -28,6 +30,13 @@ class Rounding:
     half: bool
     tf32: bool
     tf32x3: bool = False
+
+    @staticmethod
+    def of(dtype: Dtype, deviations: Deviations, device: str) -> Rounding:
+        """Return that of a kernel on "cpu" or "cuda" that declares `deviations`."""
+        half = dtype != "float32"
+        tf32 = not half and device in deviations.tf32_on
+        return Rounding(Format.of(dtype), half, tf32, not half and not tf32 and device in deviations.tf32x3_on)
 
     def steps(self, dim: int) -> float:
         """Return the matrix steps of 16 over `dim` products, one at least: a sum is off by 4 eps of it for each.

@@ -98,7 +98,7 @@ def dq_dk(
     if x.shared is not None:
         flush = flush + x.shared @ k_size
     reorder, b = formulas.dq_bound(
-        dq, b, r.size @ k_size, t.k_sum, r.size.sum(-1, keepdim=True), t.terms_k, t.n_k, t.scale, t.form
+        dq, b, r.size @ k_size, t.k_sum, r.size.sum(-1, keepdim=True), t.terms_k, t.n_k, t.scale, t.rounding
     )
     tau2 = row_ties = known_k = None
     if ties and not t.rounding.half:

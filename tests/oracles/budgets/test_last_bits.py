@@ -157,7 +157,7 @@ def test_twelve_equal_errors_are_limited_by_their_worst_case() -> None:
 
     def limiting(hard: float) -> torch.Tensor:
         zero = torch.zeros_like(sigma2)
-        return forward_formulas.sum_budget(zero, zero, zero + hard, sigma2, None, zero, 1.0, FLOAT16, True)[3]
+        return forward_formulas.sum_budget(zero, zero, zero + hard, sigma2, None, zero, 1.0, Rounding(FLOAT16, True, False))[3]
 
     assert limiting(12.0).tolist() == [0.0] * 3
     assert limiting(12.1).gt(0).all()

@@ -59,6 +59,7 @@ DECLARED = {
     "normalised P": Deviations(normalised_p=True),
     "scaled k, O and LSE of splits": Deviations(half_scaled_k=True, half_partial_o=True, half_split_lse=True),
     "tf32": Deviations(tf32_on=("cpu",)),
+    "tf32x3": Deviations(tf32x3_on=("cpu",)),
 }
 
 
