@@ -19,9 +19,11 @@ from support.benchmarks import FOLDER, loaded
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.core.environment import has_cuda
+from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Built, Inputs
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.strategies.case import Case
 
 KERNEL = "torch.reference_cpu"
 
@@ -118,6 +120,31 @@ def test_a_gpu_is_sampled_while_the_block_runs(monkeypatch: pytest.MonkeyPatch, 
     assert watched.peak == 100.0
     with gpu.Gpu(False) as nothing:
         assert (nothing.busy(0.0, time.monotonic()), nothing.peak) == (None, None)
+
+
+def test_the_drawn_cases_judged_are_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    judged, commands, note = part("judged"), part("commands"), tmp_path / "judged"
+    heard: list[Any] = []
+    monkeypatch.setattr(judged.Recorder, "__call__", lambda _, event: heard.append(event))
+    judged.note_judged(note)
+    clock = iter((10.0, 10.1, 10.2, 10.9, 11.0, 11.1))
+    monkeypatch.setattr(judged.time, "monotonic", lambda: next(clock))
+    problem = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=8, dim_v=8)
+    recorder, case = object.__new__(judged.Recorder), Case(kernel="k", problem=problem)
+    phases = ("replay", "generate", "generate", "generate", "shrink")
+    events = [judged.TrialFinished("k", phase, case, Verdict(status="pass")) for phase in phases]
+    events.append(judged.CampaignFinished((), (), 1.0))
+    for each in events:
+        recorder(each)
+    assert heard == events
+    assert commands.judged_cases(note) == [(10.1, 1), (10.9, 3), (11.1, 3)]
+    assert commands.judged_cases(tmp_path / "nothing") == []
+
+
+def test_the_later_rate_needs_three_notes() -> None:
+    finished = part("commands").Finished
+    notes = ((2.0, 1), (4.0, 11), (6.0, 91))
+    assert [finished({}, 2.0, 7.0, judged=notes[:n]).later_rate() for n in range(4)] == [None, None, None, 40.0]
 
 
 def times(**worker: float) -> dict[str, Any]:

@@ -71,7 +71,10 @@ def main(
         raise click.BadParameter(f"{wrong[0]!r}: give positive numbers, or auto", param_hint="--workers")
     right = True
     if read_file is not None:
-        measured = json.loads(read_file.read_text(encoding="utf-8"))
+        try:
+            measured = json.loads(read_file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise click.BadParameter(f"{read_file}: it is not what --json has written ({error})", param_hint="--read") from None
     else:
         where = resolve_device(device)
         chosen, refused = runnable(kernels, where)

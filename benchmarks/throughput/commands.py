@@ -23,7 +23,10 @@ _PATIENCE = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One run of the command: its JSON, its seconds until its first Verdict and until its end, and figures of the GPU."""
+    """One run of the command: its JSON, its seconds until its first drawn Case was judged and until its end, what its GPU did.
+
+    Its folder of Cases is empty at first, so that all of its Cases are drawn ones.
+    """
 
     result: dict[str, Any]
     first: float | None

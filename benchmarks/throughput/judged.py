@@ -23,10 +23,10 @@ def note_judged(path: Path) -> None:
 
     def call(self: Recorder, event: Event) -> None:
         nonlocal count, written
-        now, last = time.monotonic(), isinstance(event, CampaignFinished)
+        now, ended = time.monotonic(), isinstance(event, CampaignFinished)
         if isinstance(event, TrialFinished):
             count += event.phase == "generate"
-        if count and (last or now - written >= _EVERY):
+        if count and (ended or now - written >= _EVERY):
             with path.open("a", encoding="ascii") as file:
                 file.write(f"{now!r} {count}\n")
             written = now

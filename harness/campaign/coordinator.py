@@ -42,7 +42,7 @@ _PARTS = 2
 """Turns in which a kernel has its share."""
 _WAIT = 0.05
 _MANY = 4
-"""Workers for each kernel from which they stay with it: kernels then have the same time within a fourth."""
+"""Workers at work for each kernel from which they stay with it: kernels then have the same time within a fourth."""
 
 
 class Coordinator:
@@ -94,9 +94,10 @@ class Coordinator:
         able = [each for each in left if self._can_try(each, worker)]
         if not able:
             return "wait" if left else None
-        last = self._kernel_of.get(worker) if self._workers >= _MANY * len(able) else None
-        # A process for another kernel loads its code again.
-        state = min(able, key=lambda each: (len(each.workers), each.kernel.name != last, each.seconds))
+        at_work = 1 + sum(len(each.workers) for each in self.states.values())
+        loaded = self._kernel_of.get(worker) if at_work >= _MANY * len(able) else None
+        # Of kernels with as few workers, the one whose code the worker's process has loaded, then the one with least time.
+        state = min(able, key=lambda each: (len(each.workers), each.kernel.name != loaded, each.seconds))
         self._kernel_of[worker] = state.kernel.name
         until = self._until(now, len(left), worker)
         return state.begin_turn(worker, until, workers=self._workers, seconds=self._replay_seconds())

@@ -23,6 +23,8 @@ __all__ = ["Claim", "SharedFailures", "drop_shared_failures", "shared_failures"]
 _FOLDER = "shards"
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of file systems without hard links."""
+_WRITING = 0.1
+"""Seconds in which a file that was created is written, where it is not a link."""
 _OLD = 24 * 3600.0
 """Seconds without a failure after which what a killed session left behind is removed."""
 
@@ -59,11 +61,18 @@ class SharedFailures:
             path.parent.mkdir(parents=True, exist_ok=True)
             _create(path, msgspec.json.encode(Claim(self.test)))
         except FileExistsError:
-            claim = self.latest(identity)
+            claim = self._once_written(identity)
             return None if claim is None or claim.test == self.test else claim
         except OSError:
             return None
         return None
+
+    def _once_written(self, identity: Identity) -> Claim | None:
+        """Return the claim of a failure, also of one whose file is being written; None: it cannot be read."""
+        end = time.monotonic() + _WRITING
+        while (claim := self.latest(identity)) is None and time.monotonic() < end:
+            time.sleep(_WRITING / 20)
+        return claim
 
     def latest(self, identity: Identity) -> Claim | None:
         """Return the claim of a failure, with the case file that it has by now; None: there is none that can be read."""
@@ -98,7 +107,6 @@ def _create(path: Path, content: bytes) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # What is read of it before it is written is no claim: each shard keeps that failure then.
         with path.open("xb") as file:
             file.write(content)
     finally:

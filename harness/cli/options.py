@@ -265,9 +265,9 @@ def writable(path: str, name: str = "write") -> Path:
         BadArgument: it cannot.
     """
     file = Path(path)
-    if file.is_dir():
-        raise reject(name, path, "it is a folder", "give a file")
     try:
+        if file.is_dir():
+            raise reject(name, path, "it is a folder", "give a file")
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8"):
             return file

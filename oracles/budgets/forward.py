@@ -214,7 +214,7 @@ def scores(placed: Placement, x: Loaded, deviations: Deviations, device: str, *,
     """Compute scores, probabilities and the budget of LSE.
 
     delta = eps (4 (c |s| + sqrt(c) A) + 4 |m|) + 4 tiny, A = |scale| |q| |k|^T, c = max(1, D / 16); masked: 0.
-    By tf32x3, which is declared, c is (21/16 D + 24) / 4 more (`Rounding.steps`), and so is c' of dP.
+    By tf32x3, which is declared, c is (21/16 D + 24) / 4 more (`Rounding.steps`), in both terms, and so is c' of dP.
     With a score_mod f, delta = error of f(s) (tree_errors.py) where s is off by that without m, + eps (4 |f(s)| + 4 |m|) + 4 tiny
     Lambda = log(1 + sum P (e^delta - 1));  M_LSE = Lambda + eps (4 (|LSE| + |m|) + 8 (1 + log2 max(M, 2)))
     Equal P that one thread adds one after the other are rounded alike each time: with ties + eps / 8 sum_j P (n - 1).

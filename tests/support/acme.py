@@ -53,8 +53,6 @@ class Faulty(Kernel):
 """
 PASSING = "from attnfuzz.harness.plugin import fuzz\nfrom acme import Kernel\n\ntest_kernel = fuzz(Kernel(), max_examples=12)\n"
 FAILING = "from attnfuzz.harness.plugin import fuzz\nfrom acme import Faulty\n\ntest_kernel = fuzz(Faulty(), max_examples=40)\n"
-
-
 OPTIONS_OF_ALL = ("-p", "no:cacheprovider", "--attnfuzz-device", "cpu", "--attnfuzz-seed", "0")
 
 

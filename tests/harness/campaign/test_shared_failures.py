@@ -111,6 +111,20 @@ def test_a_file_system_without_links_shares_failures_too(tmp_path: Path, monkeyp
     assert not list(tmp_path.rglob(".*.tmp"))
 
 
+def test_a_claim_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
+    first, second = shards_of(tmp_path, "test_k[0]", "test_k[1]")
+    assert first.claim(DQ) is None
+    (file,) = first.folder.iterdir()
+    content = file.read_bytes()
+    file.write_bytes(b"")
+    writer = threading.Timer(0.02, file.write_bytes, [content])
+    writer.start()
+    claim = second.claim(DQ)
+    writer.join()
+    assert claim is not None
+    assert claim.test == "test_k[0]"
+
+
 def test_a_claim_that_cannot_be_written_whole_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = shards_of(tmp_path, "test_k[0]", "test_k[1]")
     with monkeypatch.context() as full:

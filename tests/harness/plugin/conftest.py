@@ -18,13 +18,17 @@ assert plugin
 assert torch._dynamo
 
 
+XDIST = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT")
+OF_THIS_RUN = ("PYTEST_ADDOPTS", *XDIST, "CI", "BUILD_NUMBER", "FORCE_COLOR", "PY_COLORS")
+
+
 @pytest.fixture(autouse=True)
 def _environment_of_a_plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of the pytest that runs these tests reaches the pytest that they run.
 
-    With CI or BUILD_NUMBER, pytest's summary repeats each failure whole.
+    With CI or BUILD_NUMBER, pytest's summary repeats each failure whole; two others color what it prints.
     """
-    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "CI", "BUILD_NUMBER"):
+    for name in OF_THIS_RUN:
         monkeypatch.delenv(name, raising=False)
 
 

@@ -1,4 +1,4 @@
-"""A kernel team's five-line test file, its failures, and pytest's own options beside it."""
+"""A kernel team's five-line test file, its failures, and pytest's own options beside those of attnfuzz."""
 
 from __future__ import annotations
 
@@ -145,39 +145,3 @@ def test_stop_at_first_and_last_failed(acme: pytest.Pytester) -> None:
     again = acme.runpytest_inprocess("--lf", *options)
     again.assert_outcomes(failed=1)
     again.stdout.fnmatch_lines(["*run-last-failure: rerun previous 1 failure*", "*found after 1 case,*"])
-
-
-PROJECT = (
-    '[tool.pytest.ini_options]\n[tool.attnfuzz]\ndevice = "cpu"\nmax-examples = 3\nin-process = true\nseed = 5\nout = "kept"\n'
-)
-
-
-def test_the_projects_settings_hold_for_pytest_too_and_its_options_beat_them(acme: pytest.Pytester) -> None:
-    acme.makepyfile(test_acme=PASSING)
-    acme.makepyprojecttoml(PROJECT)
-    result = acme.runpytest_inprocess("-p", "no:cacheprovider", "--attnfuzz-seed", "7", "--junitxml=out.xml", "-k", "0")
-    result.assert_outcomes(passed=1, deselected=1)
-    path = acme.path / "pyproject.toml"
-    result.stdout.fnmatch_lines(
-        ["attnfuzz: seed=7", f"attnfuzz, from {path}: device=cpu max-examples=3 out=kept in-process=True", "*seed=7*"]
-    )
-    found = ElementTree.parse(acme.path / "out.xml").iter("property")
-    assert {each.get("name"): each.get("value") for each in found}["attnfuzz.cases"] in ("1", "2")
-    assert (acme.path / "kept" / "runs").exists()
-
-
-@pytest.mark.parametrize("lines", ['devise = "cpu"', 'budget = "soon"', "seed = -1"])
-def test_a_wrong_setting_of_the_project_is_a_usage_error(acme: pytest.Pytester, lines: str) -> None:
-    acme.makepyfile(test_acme=PASSING)
-    acme.makepyprojecttoml(f"[tool.pytest.ini_options]\n[tool.attnfuzz]\n{lines}\n")
-    result = acme.runpytest_inprocess("-p", "no:cacheprovider")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: {acme.path / 'pyproject.toml'}: *tool.attnfuzz* {lines.split(' ')[0]}=*"])
-
-
-def test_options_have_their_defaults_where_pytest_is_only_configured(acme: pytest.Pytester) -> None:
-    config = acme.parseconfigure("--attnfuzz-device", "cpu")
-    assert config.getoption("--attnfuzz-profile") == "quick"
-    assert config.getoption("--attnfuzz-kernel") == []
-    assert config.getoption("--attnfuzz-in-process") is False
-    assert config.getoption("--attnfuzz-budget") is None
