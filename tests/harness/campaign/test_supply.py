@@ -566,12 +566,15 @@ def test_many_workers_stay_with_their_kernels_and_few_change() -> None:
     assert {times.count(each) for each in ("test.a", "test.b", "test.c")} == {4}, "each kernel has as many turns"
 
 
-def test_a_kernel_whose_code_is_compiled_later_gets_its_share_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator, states = coordinated("abc", 8)
-    able, ready = coordinator._can_try, [states[0], states[1]]
+@pytest.mark.parametrize(("workers", "shares"), [(9, [3, 3, 3]), (13, [4, 4, 5])])
+def test_a_kernel_whose_code_is_compiled_later_gets_its_share_of_workers(
+    workers: int, shares: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator, states = coordinated("abc", workers)
+    able, ready = coordinator._can_try, states[:2]
     monkeypatch.setattr(coordinator, "_can_try", lambda state, worker: state in ready and able(state, worker))
-    kernels = kernels_of_turns(coordinator, 8)
-    assert all(len(set(each)) == 1 for each in kernels), "four for each of those that can be tried"
+    kernels = kernels_of_turns(coordinator, workers)
+    assert all(len(set(each)) == 1 for each in kernels), "four at least for each of those that can be tried"
     ready.append(states[2])
     for _ in range(2):
         for worker, had in enumerate(kernels):
@@ -580,7 +583,7 @@ def test_a_kernel_whose_code_is_compiled_later_gets_its_share_of_workers(monkeyp
             assert isinstance(turn, Turn)
             had.append(turn.kernel)
     last = [each[-1] for each in kernels]
-    assert sorted(last.count(each) for each in set(last)) == [2, 3, 3]
+    assert sorted(last.count(each) for each in set(last)) == shares
 
 
 def test_fewer_workers_than_were_asked_for_change_their_kernels() -> None:
