@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from attnfuzz.harness.core import environment
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.support import cache
 
 __all__ = ["Marks"]
 
-_CACHES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "XDG_CACHE_HOME", "HOME")
+_CACHES = ("TILELANG_CACHE_DIR", "XDG_CACHE_HOME", "HOME")
 
 
 class Marks:
@@ -38,6 +39,7 @@ class Marks:
             "versions": described.get("versions"),
             "python": sys.prefix,
             "caches": {name: os.environ.get(name) for name in _CACHES},
+            "compilers": environment.compiler_variables(),
         }
         self._sources: dict[str, str] = {}
 

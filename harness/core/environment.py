@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -15,9 +16,32 @@ from attnfuzz.kernels.released import DISTRIBUTIONS
 from attnfuzz.kernels.support import driver, memory
 from attnfuzz.kernels.support.installed_torch import sees_cuda
 
-__all__ = ["alive", "describe", "device_name", "has_cuda", "prepare", "resolve_device", "synchronise", "versions"]
+__all__ = [
+    "alive",
+    "compiler_variables",
+    "describe",
+    "device_name",
+    "has_cuda",
+    "prepare",
+    "resolve_device",
+    "synchronise",
+    "versions",
+]
 
 _PACKAGES = ("attnfuzz", "torch", "triton", "tilelang", "hypothesis", "numpy")
+_COMPILERS = (
+    "CC",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "CXX",
+    "DISABLE_LLVM_OPT",
+    "DISABLE_PTXAS_OPT",
+    "PTXAS_OPTIONS",
+    "TILELANG_DEFAULT_TARGET",
+    "TILELANG_EXECUTION_BACKEND",
+)
+_TRITON = "TRITON_"
+_MODE = "TRITON_INTERPRET"
 
 
 def resolve_device(name: str) -> Device:
@@ -73,6 +97,15 @@ def versions() -> dict[str, str]:
     return installed
 
 
+def compiler_variables(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of the environment, and of `more`, that say which compiler makes which code.
+
+    Triton's are all of its own but its mode, which processes set themselves; TileLang sets others as it is imported.
+    """
+    around = {**os.environ, **(more or {})}
+    return {name: around[name] for name in sorted(around) if name in _COMPILERS or (name.startswith(_TRITON) and name != _MODE)}
+
+
 def describe(device: Device) -> dict[str, Any]:
     """Return the facts of the run header; `unchecked` is the reason if memory of interpreted launches cannot be checked."""
     unchecked = memory.why_unchecked()
@@ -93,7 +126,7 @@ def prepare(device: Device) -> None:
     fixed at its first import, and TileLang imports it too. On a GPU, which many processes share, sleep while waiting for it.
     """
     if device == "cpu" and "triton" not in sys.modules:
-        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ[_MODE] = "1"
     import torch
 
     torch.set_num_threads(1)

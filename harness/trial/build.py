@@ -112,7 +112,7 @@ def compile_here(kernel: Kernel, problem: Problem, config: Config, device: Devic
 def _locked(key: tuple[str, str, Device], stamp: str) -> Iterator[None]:
     """Keep other processes from compiling the same; those that only load code which has been compiled keep no one out.
 
-    Changed sources have another `stamp`, and a lock of their own.
+    Changed sources, and another ptxas, have another `stamp`, and a lock of their own.
     """
     name = hashlib.sha256(repr((key, stamp)).encode()).hexdigest()[:16]
     with (cache.folder("locks") / name).open("a") as handle:
@@ -124,10 +124,13 @@ def _locked(key: tuple[str, str, Device], stamp: str) -> Iterator[None]:
 
 
 def _stamp(kernel: Kernel) -> str:
-    """Return what changes with the kernel's files and the compilers."""
+    """Return what changes with the kernel's files, the compilers and the variables that they read."""
     files = []
     for path in getattr(kernel, "files", ()):
         with contextlib.suppress(OSError):
             state = Path(path).stat()
             files.append((str(path), state.st_size, state.st_mtime_ns))
-    return hashlib.sha256(repr((files, sorted(environment.versions().items()))).encode()).hexdigest()
+    own = process_setup.setup_of(kernel)
+    variables = environment.compiler_variables(dict(own.environment) if own else None)
+    parts = (files, sorted(environment.versions().items()), sorted(variables.items()))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

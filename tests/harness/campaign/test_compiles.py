@@ -263,6 +263,24 @@ def test_a_kernel_with_code_of_an_earlier_run_waits_for_no_first_variant(tmp_pat
     assert service.all() == [(other, "0"), (KERNEL, "0")]
 
 
+def test_code_of_another_ptxas_is_no_code_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children would compile it in their trials."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    Marks("cpu", DESCRIBED).add(KERNEL, "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert Marks("cpu", DESCRIBED).has(KERNEL, "1"), "the mode belongs to a process, and the device is in the mark"
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/usr/local/cuda/bin/ptxas")
+    marks = Marks("cpu", DESCRIBED)
+    assert not marks.has(KERNEL, "1")
+    marks.add(KERNEL, "1")
+    assert Marks("cpu", DESCRIBED).has(KERNEL, "1")
+    for name in ("CUDA_HOME", "CC"):
+        monkeypatch.setenv(name, str(tmp_path))
+        assert not Marks("cpu", DESCRIBED).has(KERNEL, "1"), name
+        monkeypatch.delenv(name)
+
+
 @pytest.mark.slow
 def test_later_variants_yield_to_trials(tmp_path: Path) -> None:
     """In real child processes: a kernel's first compile has the priority of this process, the others a lower one."""

@@ -17,6 +17,7 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import BuildError, Capabilities, Config
 from attnfuzz.kernels.errors import BadArgument, WrongProcess
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.support.process_setup import ProcessSetup
 from attnfuzz.strategies.case import Case
 
 PROBLEM = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=16)
@@ -124,6 +125,30 @@ def test_changed_sources_are_compiled_by_one_process_again(folder: Path) -> None
     built(kernel)
     built(kernel)
     assert kernel.alone == [True, True, False]
+
+
+def test_one_process_compiles_alone_for_another_ptxas(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    kernel = Compiles(folder)
+    built(kernel)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    built(kernel)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/usr/local/cuda/bin/ptxas")
+    built(kernel)
+    built(kernel)
+    assert kernel.alone == [True, False, True, False]
+
+
+def test_variables_of_a_kernel_do_not_depend_on_what_the_process_built_before(folder: Path) -> None:
+    """The first build sets them."""
+    kernel: Any = Compiles(folder)
+    kernel.process = ProcessSetup.of({"TRITON_F32_DEFAULT": "ieee"}, None)
+    built(kernel)
+    built(kernel)
+    other: Any = Compiles(folder)
+    other.name = "test.other"
+    built(other)
+    assert [*kernel.alone, *other.alone] == [True, False, True]
 
 
 def test_a_refusal_of_what_a_kernel_supports_is_its_failure() -> None:
