@@ -1,4 +1,4 @@
-"""`attnfuzz run`, `show` and `repro` from end to end: exit codes, messages, JSON, and a failure on its way from finding to FIXED."""
+"""`attnfuzz run`, `show` and `repro` from end to end: exit codes, messages, JSON, and a failure from finding to FIXED."""
 
 from __future__ import annotations
 
