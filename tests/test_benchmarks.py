@@ -256,6 +256,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
         assert f"json={path!r}: " in result.output
         assert says in result.output
     assert CliRunner().invoke(command).output == "works, None\n"
+    assert not [each for each in tmp_path.rglob("*") if each.is_file()], "another option may be wrong"
 
 
 def test_every_benchmark_checks_the_file_that_it_writes() -> None:

@@ -232,7 +232,8 @@ def _write(targets: dict[str, Path], rows: Sequence[Row], left: Sequence[Left], 
         page = targets["markdown"]
         by_config = click.get_current_context().params["by_config"]
         table = markdown(rows, left, compilers, _command(), by_config=by_config)
-        write_file(page, placed(page.read_text(encoding="utf-8"), table, _command()), "markdown")
+        before = page.read_text(encoding="utf-8") if page.exists() else ""
+        write_file(page, placed(before, table, _command()), "markdown")
 
 
 def _command() -> str:

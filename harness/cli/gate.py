@@ -128,7 +128,7 @@ def gate_command(
         profile=profile_of(profile).name,
         base=base,
         baseline=None if baseline is None else Path(baseline),
-        write=None if write is None else _absent_or_full(write),
+        write=None if write is None else writable(write),
         kernels=kernels,
         known=project.kernels if project else (),
         everything=everything,
@@ -167,14 +167,6 @@ def gate_command(
         raise
     _report(done, files, annotate=annotate, as_json=as_json, verbosity=verbosity)
     click.get_current_context().exit(_code(done))
-
-
-def _absent_or_full(path: str) -> Path:
-    """Check that the file can be written, and leave no empty one: that would be a broken baseline if the gate is interrupted."""
-    file = writable(path)
-    if not file.stat().st_size:
-        file.unlink()
-    return file
 
 
 def _report(done: Gate, files: dict[str, Path], *, annotate: bool, as_json: bool, verbosity: Verbosity) -> None:

@@ -259,7 +259,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def writable(path: str, name: str = "write") -> Path:
-    """Check before a long run that its result can be written; `name` is the option's.
+    """Check before a long run that its result can be written; `name` is the option's. A file that is not there stays so.
 
     Raises:
         BadArgument: it cannot.
@@ -269,14 +269,18 @@ def writable(path: str, name: str = "write") -> Path:
         if file.is_dir():
             raise reject(name, path, "it is a folder", "give a file")
         file.parent.mkdir(parents=True, exist_ok=True)
+        new = not os.path.lexists(file)
         with file.open("a", encoding="utf-8"):
-            return file
+            pass
+        if new:
+            file.unlink()
     except FileExistsError:  # from mkdir: the parent is a file
         raise reject(
             name, path, f"it cannot be written ({file.parent} is not a folder)", "give a file that can be written"
         ) from None
     except OSError as error:
         raise reject(name, path, f"it cannot be written ({error.strerror})", "give a file that can be written") from None
+    return file
 
 
 def file_to_write(_: click.Context, option: click.Parameter, path: str | None) -> Path | None:
@@ -301,9 +305,6 @@ def writing(file: Path, name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        with contextlib.suppress(OSError):
-            if file.is_file() and not file.stat().st_size:
-                file.unlink()  # from `writable`
         raise reject(name, str(file), f"it cannot be written ({error.strerror})", "give a file elsewhere") from None
 
 

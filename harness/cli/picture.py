@@ -35,10 +35,7 @@ class Picture:
         if path.suffix not in plots.SUFFIXES:
             remedy = f"give a file that ends with {', '.join(plots.SUFFIXES)}, or a folder"
             raise reject("plot", target, "no such format", remedy)
-        existed = path.exists()
         self.path, self._stored = writable(str(path), "plot"), stored
-        if not existed:
-            path.unlink()
 
     def draw(self, done: Reproduction, where: Where) -> dict[str, Any]:
         """Run the Case once more, as it was run, and draw it: {"plot": path}, or {"plot": None, "no_plot": why}."""
