@@ -522,7 +522,7 @@ def test_deadlines_and_the_memory_check_reach_the_child_processes(monkeypatch: p
     [
         pytest.param("k scaled in half", "half_scaled_k", marks=pytest.mark.slow),
         pytest.param("partial o in half, splits of 16", "half_partial_o", marks=pytest.mark.slow),
-        ("split lse in half, splits of 16", "half_split_lse"),
+        pytest.param("split lse in half, splits of 16", "half_split_lse", marks=pytest.mark.slow),
         ("lse in base 2", "lse_base2"),
         ("scale 1 %", None),
         (None, None),
