@@ -13,7 +13,7 @@ import msgspec
 from support.mutants import Mutant, mutants
 from support.verdict.processes import LostProcess, finished
 
-from attnfuzz.harness.cli.options import CLEAN, INTERRUPTED, WRONG_USE, console, writable
+from attnfuzz.harness.cli.options import CLEAN, INTERRUPTED, WRONG_USE, FiniteRange, console, writable
 from attnfuzz.harness.core.files import write_whole
 from attnfuzz.harness.report.progress import progress_on
 from attnfuzz.kernels import registry
@@ -30,9 +30,9 @@ _WIDE = 200
 @click.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option("--method", "methods", multiple=True, type=click.Choice(list(METHODS)), help="One of them; repeatable.")
-@click.option("--seconds", default=10.0, show_default=True, type=click.FloatRange(min=0, min_open=True), metavar="S",
+@click.option("--seconds", default=10.0, show_default=True, type=FiniteRange(min=0, min_open=True), metavar="S",
               help="Time of each method for each mutant.")  # fmt: skip
-@click.option("--control", default=30.0, show_default=True, type=click.FloatRange(min=0), metavar="S",
+@click.option("--control", default=30.0, show_default=True, type=FiniteRange(min=0), metavar="S",
               help="Time of each method for each kernel without bugs; 0: none.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), metavar="N")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Turns at once [default: the cores].")

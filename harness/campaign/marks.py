@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +16,9 @@ from typing import Any
 from attnfuzz.harness.core import environment
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.support import cache
+from attnfuzz.kernels.support import cache, process_setup
 
 __all__ = ["Marks"]
-
-_CACHES = ("TILELANG_CACHE_DIR", "XDG_CACHE_HOME", "HOME")
 
 
 class Marks:
@@ -38,7 +35,6 @@ class Marks:
             "device": described.get("device"),
             "versions": described.get("versions"),
             "python": sys.prefix,
-            "caches": {name: os.environ.get(name) for name in _CACHES},
             "compilers": environment.compiler_variables(),
         }
         self._sources: dict[str, str] = {}
@@ -67,7 +63,7 @@ class Marks:
             return None
 
     def _source(self, kernel: str) -> str:
-        """Return what differs where a kernel was changed: files, sizes and times of the modules of its package."""
+        """Return what differs where a kernel was changed: files, sizes and times of the modules of its package, its variables."""
         if kernel not in self._sources:
             module = sys.modules.get(type(registry.get(kernel)).__module__)
             file = getattr(module, "__file__", None)
@@ -76,5 +72,7 @@ class Marks:
             if module is not None and module.__name__.startswith("attnfuzz."):
                 folders.add(Path(cache.__file__).parent)
             states = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for x in folders for each in x.glob("*.py")]
-            self._sources[kernel] = hashlib.sha256(json.dumps(sorted(states)).encode()).hexdigest()
+            setup = process_setup.setup_of(registry.get(kernel))
+            variables = sorted(setup.environment) if setup else []
+            self._sources[kernel] = hashlib.sha256(json.dumps([sorted(states), variables]).encode()).hexdigest()
         return self._sources[kernel]

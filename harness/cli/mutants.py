@@ -15,7 +15,17 @@ from typing import Any, Literal
 
 import click
 
-from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, console, echo_json, json_option, writable, writing
+from attnfuzz.harness.cli.options import (
+    CLEAN,
+    FAILURES,
+    INTERRUPTED,
+    FiniteRange,
+    console,
+    echo_json,
+    json_option,
+    writable,
+    writing,
+)
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.signals import ending
 from attnfuzz.kernels import registry
@@ -45,7 +55,7 @@ _AGAIN = 3
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1), metavar="N", help="Campaigns of each mutant.")
 @click.option(
     "--shrink",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     metavar="SECONDS",
     help="Time to shrink a failure, such as 0.01 where only the number of Cases counts [default: that of a run].",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ __all__ = [
     "JSON_FORMAT",
     "WRONG_USE",
     "Asked",
+    "FiniteRange",
     "announce",
     "asked_for",
     "check_owner",
@@ -91,13 +93,22 @@ kernel_option = click.option(
 )
 
 
+class FiniteRange(click.FloatRange):
+    """A range of numbers, to which neither nan nor inf belongs."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number, or fail as click does."""
+        number = float(super().convert(value, param, ctx))
+        return number if math.isfinite(number) else self.fail(f"{value} is not a finite number.", param, ctx)
+
+
 def _click_option(option: Option) -> _Decorator:
     """Return the decorator that declares an option of the table."""
     more: dict[str, Any] = {"type": option.type, "show_default": option.default is not None}
     if option.type is bool:
         more = {"is_flag": True}
     elif option.least is not None:
-        of_range: Any = click.IntRange if option.type is int else click.FloatRange
+        of_range: Any = click.IntRange if option.type is int else FiniteRange
         more["type"] = of_range(option.least, option.most)
     return click.option(f"--{option.name}", default=option.default, metavar=option.metavar, help=option.help, **more)
 

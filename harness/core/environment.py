@@ -6,7 +6,6 @@ import functools
 import os
 import platform
 import sys
-from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -35,10 +34,16 @@ _COMPILERS = (
     "CUDA_PATH",
     "CXX",
     "DISABLE_LLVM_OPT",
+    "DISABLE_MMA_V3",
+    "DISABLE_MMA_V5",
     "DISABLE_PTXAS_OPT",
+    "HOME",
+    "LLVM_PASS_PLUGIN_PATH",
     "PTXAS_OPTIONS",
+    "TILELANG_CACHE_DIR",
     "TILELANG_DEFAULT_TARGET",
     "TILELANG_EXECUTION_BACKEND",
+    "XDG_CACHE_HOME",
 )
 _TRITON = "TRITON_"
 _MODE = "TRITON_INTERPRET"
@@ -97,13 +102,14 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def compiler_variables(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of the environment, and of `more`, that say which compiler makes which code.
+def compiler_variables() -> dict[str, str]:
+    """Return the variables of the environment that say which compiler makes which code, and where it is kept.
 
-    Triton's are all of its own but its mode, which processes set themselves; TileLang sets others as it is imported.
+    Triton's are all of its own but its mode, which processes set themselves; TileLang sets others as it is imported. A compiler
+    that PATH alone finds, or that is replaced in its place, is not told from another.
     """
-    around = {**os.environ, **(more or {})}
-    return {name: around[name] for name in sorted(around) if name in _COMPILERS or (name.startswith(_TRITON) and name != _MODE)}
+    mine = (name for name in sorted(os.environ) if name in _COMPILERS or (name.startswith(_TRITON) and name != _MODE))
+    return {name: os.environ[name] for name in mine}
 
 
 def describe(device: Device) -> dict[str, Any]:

@@ -42,6 +42,8 @@ def build_kernel(kernel: Kernel, problem: Problem, config: Config, device: Devic
     key = (kernel.name, compile_key, device)
     if key in _ready:
         return _build(kernel, problem, config, device)
+    # The variables of this kernel, not of the one before, are part of the stamp.
+    process_setup.enter(kernel, device)
     with _locked(key, _stamp(kernel)):
         result = _build(kernel, problem, config, device)
     _ready.add(key)
@@ -130,7 +132,5 @@ def _stamp(kernel: Kernel) -> str:
         with contextlib.suppress(OSError):
             state = Path(path).stat()
             files.append((str(path), state.st_size, state.st_mtime_ns))
-    own = process_setup.setup_of(kernel)
-    variables = environment.compiler_variables(dict(own.environment) if own else None)
-    parts = (files, sorted(environment.versions().items()), sorted(variables.items()))
+    parts = (files, sorted(environment.versions().items()), sorted(environment.compiler_variables().items()))
     return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -40,6 +40,27 @@ class _Line(msgspec.Struct, frozen=True):
     drawn: str = ""
 
 
+def _line(text: bytes) -> _Line | None:
+    """Return a row, or None: it is cut, or what it says of its campaign contradicts itself."""
+    try:
+        line = msgspec.json.decode(text, type=_Line)
+        row = line.row
+        if row.case:
+            msgspec.json.decode(row.case, type=dict)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    of_row = line.asked.startswith(f"{row.device} {row.mutant} seed {row.seed} cases ")
+    return line if of_row and (row.cases is None or row.cases > 0) else None
+
+
+def _is_whole(text: bytes) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return True
+
+
 @functools.cache
 def _source(id_: str) -> str:
     """Return the digest of the kernel's sources with the bug: a row says nothing of other ones."""
@@ -87,14 +108,11 @@ class Rows:
         self._known: dict[tuple[str, str, str], Found] = {}
         lines = path.read_bytes().split(b"\n") if path is not None and path.is_file() else []
         for number, line in enumerate(lines, 1):
-            try:
-                each = msgspec.json.decode(line, type=_Line)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                # The end of a process may have cut a line.
-                if line[: len(_BEGIN)] != _BEGIN[: len(line)]:
-                    raise ValueError(f"line {number} is no row of a campaign") from None
-            else:
+            if (each := _line(line)) is not None:
                 self._known[each.asked, each.source, each.drawn] = each.row
+            elif line[: len(_BEGIN)] != _BEGIN[: len(line)] or _is_whole(line):
+                raise ValueError(f"line {number} is no row of a campaign")
+            # The end of a process may have cut any other.
 
     def known(self, tasks: Sequence[Attempt]) -> dict[Attempt, Found]:
         """Return the rows of campaigns that have ended by themselves, not by an error or by the end of their time."""

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -22,6 +23,7 @@ from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.support.process_setup import ProcessSetup
 from attnfuzz.strategies.case import Case, Recipe
 
 DESCRIBED = {"device": "cpu", "versions": {"torch": "2.9"}}
@@ -279,6 +281,19 @@ def test_code_of_another_ptxas_is_no_code_of_this_one(tmp_path: Path, monkeypatc
         monkeypatch.setenv(name, str(tmp_path))
         assert not Marks("cpu", DESCRIBED).has(KERNEL, "1"), name
         monkeypatch.delenv(name)
+
+
+def test_code_with_other_variables_of_its_kernel_is_no_code_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def marks_with(path: str) -> Marks:
+        process = ProcessSetup.of({"TRITON_PTXAS_PATH": path}, None)
+        monkeypatch.setattr(registry, "get", lambda _: SimpleNamespace(process=process))
+        return Marks("cpu", DESCRIBED)
+
+    marks_with("/a").add(KERNEL, "1")
+    assert marks_with("/a").has(KERNEL, "1")
+    assert not marks_with("/b").has(KERNEL, "1")
 
 
 @pytest.mark.slow

@@ -309,6 +309,28 @@ def test_a_file_of_something_else_gets_no_rows(content: str, campaigns: list[Att
     assert (file.read_bytes(), campaigns) == (before, [])
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"mutant":"MSK-05"', '"mutant":"MSK-06"'),
+        ('"mutant":"MSK-05"', '"mutant":"NOPE"'),
+        ('"seed":0', '"seed":1'),
+        ('"cases":3', '"cases":-3'),
+        ('"case":"{', '"case":"garbage{'),
+        ('"row":', '"raw":'),
+    ],
+)
+def test_a_row_that_contradicts_itself_is_refused(before: str, after: str, campaigns: list[Attempt], tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    run("MSK-05", "--seeds", "1", "--rows", str(file))
+    text = file.read_text()
+    assert before in text, text
+    file.write_text(text.replace(before, after))
+    done = run("MSK-05", "--seeds", "1", "--rows", str(file))
+    assert (done.exit_code, len(campaigns)) == (2, 1)
+    assert "line 1 is no row of a campaign; give a file of rows, or a new one" in done.output
+
+
 def test_a_row_that_cannot_be_written_is_an_error_that_names_the_option(
     campaigns: list[Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +341,13 @@ def test_a_row_that_cannot_be_written_is_an_error_that_names_the_option(
     done = run("MSK-05", "--rows", str(tmp_path / "rows.jsonl"))
     assert done.exit_code == 2
     assert "rows.jsonl': it cannot be written (No space left on device)" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "0"])
+def test_a_time_to_shrink_is_a_finite_number(text: str, campaigns: list[Attempt]) -> None:
+    done = run("MSK-05", "--shrink", text)
+    assert (done.exit_code, campaigns) == (2, [])
+    assert "Invalid value for '--shrink': " in done.output
 
 
 @pytest.mark.parametrize("option", ["--each", "--deadline", "--budget"])
