@@ -105,8 +105,8 @@ def versions() -> dict[str, str]:
 def compiler_variables() -> dict[str, str]:
     """Return the variables of the environment that say which compiler makes which code, and where it is kept.
 
-    Triton's are all of its own but its mode, which processes set themselves; TileLang sets others as it is imported. A compiler
-    that PATH alone finds, or that is replaced in its place, is not told from another.
+    Triton's are all of its own but its mode, which processes set themselves; TileLang sets others as it is imported. Another
+    compiler that only PATH selects, or that replaces one at its path, does not show.
     """
     mine = (name for name in sorted(os.environ) if name in _COMPILERS or (name.startswith(_TRITON) and name != _MODE))
     return {name: os.environ[name] for name in mine}
