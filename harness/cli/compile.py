@@ -116,11 +116,7 @@ def compile_command(
         compared = compiling_baseline.compare(rows, before, baseline, compilers, chosen)
     # Where nothing was compiled, nothing passed, and an empty table would let anything pass later.
     nothing = not rows and not interrupted
-    if interrupted or nothing:
-        for path in targets.values():
-            if not path.stat().st_size:
-                path.unlink()  # from the check that it can be written
-    else:
+    if not (interrupted or nothing):
         _write(targets, rows, left, compilers)
     _report(rows, left, compared, case, as_json=as_json, interrupted=interrupted)
     failed = compared.worse if compared is not None else any(not each.ok for each in rows)

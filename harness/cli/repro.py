@@ -204,15 +204,9 @@ def _script(stored: CaseFile, target: str, where: Where, *, exact: bool, as_json
     from attnfuzz.harness.repro.script.short import DEADLINE, short_script
 
     # Known before the script runs, which takes seconds.
-    fresh = target != "-" and not Path(target).exists()
     file = None if target == "-" else writable(target, "script")
-    try:
-        device, _ = where.device_for(stored.case)
-        script = script_of(stored, device) if exact else short_script(stored, device, where.deadline or DEADLINE)
-    except BaseException:
-        if fresh and file is not None:
-            file.unlink(missing_ok=True)
-        raise
+    device, _ = where.device_for(stored.case)
+    script = script_of(stored, device) if exact else short_script(stored, device, where.deadline or DEADLINE)
     if file is None:
         echo(script.text, nl=False)
     else:
