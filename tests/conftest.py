@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from collections.abc import Iterator
@@ -67,6 +68,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
     if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
         spread(items, int(workers))
+
+
+@pytest.fixture(autouse=True)
+def _modules_that_are_imported_once(request: pytest.FixtureRequest) -> None:
+    """Import them outside: pytester forgets modules that are first imported inside.
+
+    torch._dynamo imports Triton, whose library aborts the process when it is loaded twice. Not when a conftest.py is imported:
+    where its folder is named on the command line, Triton has no mode yet.
+    """
+    if "pytester" in request.fixturenames:
+        for name in ("torch._dynamo", "attnfuzz.harness.campaign.campaign", "attnfuzz.harness.plugin"):
+            importlib.import_module(name)
 
 
 @pytest.fixture(autouse=True)

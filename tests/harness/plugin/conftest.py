@@ -5,18 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch._dynamo  # and so Triton, whose library aborts the process when it is loaded twice
 from support.acme import KERNEL_FILE
 
-from attnfuzz.harness import plugin
-from attnfuzz.harness.campaign import campaign
 from attnfuzz.kernels import registry
-
-# pytester forgets modules that are first imported inside: what must be imported once only is imported here.
-assert campaign
-assert plugin
-assert torch._dynamo
-
 
 XDIST = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT")
 OF_THIS_RUN = ("PYTEST_ADDOPTS", *XDIST, "CI", "BUILD_NUMBER", "FORCE_COLOR", "PY_COLORS")
