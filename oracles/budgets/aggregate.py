@@ -23,8 +23,10 @@ alone have an R_k above 1 + 1.5 / sqrt(nu): one and a half times R_k - 1. Errors
 dK, make the sum of t vary more than sum_r t_r^2 says (measured where one token is large: sum t over sqrt(sum t^2) had a standard
 deviation of 2.95, and over sqrt(sum t^2 + V) of 1.01): V, their part of its variance, is added to sum_r t_r^2 but for a quarter
 of it, for which the limit has room: 6 standard deviations are at least 5.3 then, and z of normal values is what it was. They are
-few numbers too: with W the variance of the noise by them, R's limit is 1 + max(3 / sqrt(nu), 10 sqrt(c^2 / nu + W / (2 E^2))),
-E = g sum w Ex (one token large, rows that see 8 keys and a sink: R of a correct kernel 1.05 x the limit without).
+few numbers too: with W the variance of the noise by them and L the largest of them, R's limit is
+1 + max(3 / sqrt(nu), 10 sqrt(c^2 / nu + W / (2 E^2)) + 13 L / E), E = g sum w Ex (one token large, rows that see 8 keys and a
+sink: R of a correct kernel 1.05 x the limit without W; a sequence of one query and 127 keys beside longer ones, whose error of D
+is 3.9 standard deviations: 1.34 x the limit without L).
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ from attnfuzz.oracles.fused import fused
 __all__ = ["SUMS", "of_limits", "statistics", "sums_of_rows", "suspicious"]
 
 _R_LIMIT, _R_SINGLE, _Z_LIMIT = 3.0, 10.0, 6.0
+_R_LARGEST = 13.0
+"""Beside _R_SINGLE: a chance of one in a million has one square of a normal number within 24, and the mean of many within theirs."""
 _R_KNOWN = 1.5
 """Times 1 / sqrt(nu): how far R of known roundings is beyond 1 where they add up."""
 _KNOWN = 1.5
@@ -114,7 +118,7 @@ def of_limits(
 ) -> tuple[float, float] | None:
     """Return (R, z) over their limits, from an output's `_sums`; None where they are not computed.
 
-    `correlated`, `known_z`, `shared`: c, z_k where it counts, V and W (independence.py).
+    `correlated`, `known_z`, `shared`: c, z_k where it counts, V, W and L (independence.py).
     """
     g = repeats.g
     noise, expected, _, slope, t, t2, s, s2 = sums
@@ -126,7 +130,7 @@ def of_limits(
     # Values that repeat g times in the mean have g times the noise.
     expected = max(expected * max(g, 1.0), _NOTHING)
     spread = math.hypot(correlated / math.sqrt(nu), math.sqrt(shared.of_noise / 2) / expected)
-    r = noise / expected / (1 + max(_R_LIMIT / math.sqrt(nu), _R_SINGLE * spread))
+    r = noise / expected / (1 + max(_R_LIMIT / math.sqrt(nu), _R_SINGLE * spread + _R_LARGEST * shared.largest / expected))
     z = min(_z(x, x2, slope, known_z, shared.of_t) for x, x2 in ((t, t2), (s, s2))) / _Z_LIMIT
     return r, z
 

@@ -4,7 +4,7 @@ Rows may have equal errors by their structure, without a fault: with P = exp(-sl
 1e-3 change no rounding, so that all rows are rounded alike (measured on an H200: z of 3.7 x its limit, R of 1.2 x). And beside a
 large sink all P are a few of float16's subnormal numbers: 2.07 to 2.23 units become 2 in every row and key, which is 0.14 units
 too small each time (R of dV 1.05 to 12 x its limit in 14 of 6,000 Cases with such sinks, by a script that is not in the
-repository). Five figures:
+repository). Six figures:
 
     z_k = |sum_r t_r| / sqrt(sum_r t_r^2), t_r = sum_d w err ref of a row (aggregate.py), err the error of exact values by the
           roundings of P and dS, without and with the last one: the largest over the ways a kernel may round, eight references
@@ -20,9 +20,11 @@ repository). Five figures:
     W   = the variance of dK's sum w err^2 from D: of a sum of as many squares of single numbers as rows have errors of D that
           count. With x_i the error of dK by one of sqrt(V_D) in row i, 2 sum_ik (sum w x_i x_k)^2: the part of i = k, and the
           variance of sum w (sum_i +-x_i)^2 over random signs, which is the rest
+    L   = the largest of these numbers: the largest eigenvalue of sum w x_i x_k, the noise that one of them is expected to add
 
 Independent roundings have z_k below 3.5 except for some in a thousand: it is the largest of 2 to 16 ways. A mean of n squares of
-single numbers exceeds 1 + 10 / sqrt(n) one time in a million, and 1 + 3 / sqrt(n) three times in a hundred. R_k was at most
+single numbers exceeds 1 + 10 / sqrt(n) one time in a million, and 1 + 3 / sqrt(n) three times in a hundred; one square alone exceeds 1 + 10 + 13 one
+time in a million, hence 13 L. R_k was at most
 1 + 1.1 / sqrt(nu) in the 1,226 generic outputs of 800 drawn Cases (nu as in aggregate.py).
 """
 
@@ -49,14 +51,17 @@ _WINDOW = 16.0
 _NOTHING = 1e-300
 _SIGNS = 32
 """Draws of signs, for a standard deviation that is right within an eighth."""
+_STEPS = 12
+"""Multiplications by a matrix whose largest eigenvalue is wanted; one that few others come near is known after fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What errors that rows of an output share add: V, and W."""
+    """What errors that rows of an output share add: V, W and L."""
 
     of_t: float = 0.0
     of_noise: float = 0.0
+    largest: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,13 +116,14 @@ class Independence:
         return values
 
     def shared(self, name: OutputName) -> Shared:
-        """Return V and W of an output."""
+        """Return V, W and L of an output."""
         if name != "dk":
             return Shared()
-        of_t, squares, *drawn = torch.stack(self._shared).sum(0).tolist()
+        of_frames = torch.stack(self._shared)
+        of_t, squares, _, *drawn = of_frames.sum(0).tolist()
         rest = float(torch.tensor(drawn, dtype=torch.float64).var())
         # Where D has no bound, sums may be infinite.
-        return Shared(max(0.0, of_t), math.inf if math.isnan(rest) else 2 * squares + rest)
+        return Shared(max(0.0, of_t), math.inf if math.isnan(rest) else 2 * squares + rest, float(of_frames[:, 2].max()))
 
     def moved(self, name: OutputName) -> list[torch.Tensor]:
         """Return how far the known roundings of R_k move an output, `(heads, tokens, dim)`, one for each way to round."""
@@ -155,7 +161,7 @@ def _weights(product: _Product, t: Scores) -> torch.Tensor:
 
 
 def _shared_of_dk(product: _Product, weight: torch.Tensor, delta: Delta, t: Scores, seed: int) -> torch.Tensor:
-    """Return what dK's V and W are taken from, `(2 + _SIGNS,)`: V, half of the part of W of each row alone, and the sums drawn.
+    """Return what dK's V, W and L are taken from, `(3 + _SIGNS,)`: V, half of the part of W of each row alone, L, the sums drawn.
 
     `weight`: P, times the derivative of the score, (Z, keys, rows). `seed`: of the signs, another one for each frame, since the
     variances of frames are added, and sums drawn by the same signs vary together.
@@ -172,8 +178,20 @@ def _shared_of_dk(product: _Product, weight: torch.Tensor, delta: Delta, t: Scor
     alone = sigma2[..., 0] * ((w @ q.square().mT) * weight.square()).sum(1)
     # From one generator on the host, so that all devices have the same.
     signs = torch.randint(0, 2, (_SIGNS, *sigma2.shape), generator=torch.Generator().manual_seed(seed)).to(q) * 2 - 1
-    drawn = [(w * (weight @ (each * sigma2.sqrt() * q)).square_()).nan_to_num_(nan=0.0).sum() for each in signs]
-    return torch.stack([of_t, alone.square_().nan_to_num_(nan=0.0).sum(), *drawn])
+    moving = sigma2.sqrt() * q
+
+    def weighted(each: torch.Tensor) -> torch.Tensor:
+        """Return w sum_i each_i x_i of every element."""
+        return w * (weight @ (each * moving))
+
+    drawn = [(weighted(each) * (weight @ (each * moving))).nan_to_num_(nan=0.0).sum() for each in signs]
+    largest, at = q.new_zeros(len(q)), signs[0]
+    for _ in range(_STEPS):
+        # Of a unit vector: the matrix of w x_i x_k times it.
+        at = at / at.norm(dim=1, keepdim=True).clamp(min=_NOTHING)
+        at = ((weight.mT @ weighted(at)) * moving).sum(-1, keepdim=True).nan_to_num(nan=0.0, posinf=0.0)
+        largest = torch.maximum(largest, at.norm(dim=(1, 2)))
+    return torch.stack([of_t, alone.square_().nan_to_num_(nan=0.0).sum(), largest.amax(), *drawn])
 
 
 def _rounding(t: Scores, x: torch.Tensor) -> torch.Tensor:
