@@ -47,7 +47,7 @@ __all__ = ["SUMS", "of_limits", "statistics", "sums_of_rows", "suspicious"]
 
 _R_LIMIT, _R_SINGLE, _Z_LIMIT = 3.0, 10.0, 6.0
 _R_LARGEST = 13.0
-"""Beside _R_SINGLE: a chance of one in a million has one square of a normal number within 24, and the mean of many within theirs."""
+"""Beside _R_SINGLE: one square of a normal number exceeds 24 one time in a million."""
 _R_KNOWN = 1.5
 """Times 1 / sqrt(nu): how far R of known roundings is beyond 1 where they add up."""
 _KNOWN = 1.5

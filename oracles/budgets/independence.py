@@ -23,9 +23,9 @@ repository). Six figures:
     L   = the largest of these numbers: the largest eigenvalue of sum w x_i x_k, the noise that one of them is expected to add
 
 Independent roundings have z_k below 3.5 except for some in a thousand: it is the largest of 2 to 16 ways. A mean of n squares of
-single numbers exceeds 1 + 10 / sqrt(n) one time in a million, and 1 + 3 / sqrt(n) three times in a hundred; one square alone exceeds 1 + 10 + 13 one
-time in a million, hence 13 L. R_k was at most
-1 + 1.1 / sqrt(nu) in the 1,226 generic outputs of 800 drawn Cases (nu as in aggregate.py).
+single numbers exceeds 1 + 10 / sqrt(n) one time in a million, and 1 + 3 / sqrt(n) three times in a hundred, if n is not small.
+One square alone exceeds 1 + 10 + 13 one time in a million, hence 13 L in R's limit. R_k was at most 1 + 1.1 / sqrt(nu) in the
+1,226 generic outputs of 800 drawn Cases (nu as in aggregate.py).
 """
 
 from __future__ import annotations
