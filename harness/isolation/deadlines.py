@@ -48,10 +48,11 @@ class Deadlines:
         self._most_scores: dict[str, int] = {}
         self._hangs: set[tuple[str, str]] = set()
 
-    def of(self, kernel: str, compile_key: str, scores: int, times: int = 1) -> dict[str, float]:
+    def of(self, kernel: str, compile_key: str, scores: int, times: int = 1, *, least: float = 0.0) -> dict[str, float]:
         """Return a multiple of each stage's usual time, for so many Cases; the full deadline for what was not run yet.
 
         That is code, and a Case with many more `scores` than others: with a GPU that other processes use, it takes far longer.
+        It is `least` seconds at least, where the full deadline is not shorter.
         """
         deadlines = dict(self.full)
         seen = hash((kernel, compile_key)) in self._finished and scores <= _LARGER * self._most_scores.get(kernel, 0)
@@ -60,9 +61,9 @@ class Deadlines:
             # A compile is quick where its code is loaded already, and slow again in every new child.
             steady = stage != "compile" and len(usual) >= _ENOUGH and seen
             if self.is_known_to_hang(kernel, stage) and usual:
-                deadlines[stage] = min(full, times * max(_FLOOR, self._enough(kernel, stage, scores)))
+                deadlines[stage] = min(full, max(least, times * max(_FLOOR, self._enough(kernel, stage, scores))))
             elif steady:
-                deadlines[stage] = min(full, times * max(_FLOOR, _TIMES_USUAL * max(each for _, each in usual)))
+                deadlines[stage] = min(full, max(least, times * max(_FLOOR, _TIMES_USUAL * max(each for _, each in usual))))
         return deadlines
 
     def _enough(self, kernel: str, stage: str, scores: int) -> float:

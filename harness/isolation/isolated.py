@@ -61,6 +61,8 @@ _LATEST = 8
 _MOST_REASONS, _REMEMBERED_PASTS = 20, 200
 _FEW = 8
 """Cases of a batch that run one by one where the harness failed for all of them together."""
+_LEAST_SHARED = 10.0
+"""Seconds that a stage may take where processes share the GPU: what only seems to hang would end sharing for all of them."""
 
 
 class Isolated:
@@ -119,7 +121,7 @@ class Isolated:
         kernel = registry.get(case.kernel)
         # An unsupported Case has no key: the child reports why.
         key = (case.kernel, compile_key_of(kernel, case.problem, case.config, self.device) or "")
-        task = self._task(case, self._deadlines.full if patient else self._deadlines.of(*key, scores_of(case)))
+        task = self._task(case, self._deadlines.full if patient else self._deadlines_of(*key, scores_of(case)))
         self._processes_of(case.kernel)
         if case.after:
             self.fresh()
@@ -254,7 +256,7 @@ class Isolated:
             return [self.finish()]
         kernel = registry.get(cases[0].kernel)
         keys = [(each.kernel, compile_key_of(kernel, each.problem, each.config, self.device) or "") for each in cases]
-        deadlines = [self._deadlines.of(*key, max(map(scores_of, cases)), len(cases)) for key in dict.fromkeys(keys)]
+        deadlines = [self._deadlines_of(*key, max(map(scores_of, cases)), len(cases)) for key in dict.fromkeys(keys)]
         longest = {stage: max(each[stage] for each in deadlines) for stage in self._deadlines.full}
         self._processes_of(kernel.name)
         running = self._supervisor.begin(self._batch_task(cases, known, longest))
@@ -271,6 +273,11 @@ class Isolated:
         for number, (case, key, verdict) in enumerate(zip(cases, keys, verdicts, strict=True)):
             self._learn(case, key, verdict, running.past.plus(cases[:number]) if verdict.failures else Past())
         return verdicts
+
+    def _deadlines_of(self, kernel: str, compile_key: str, scores: int, times: int = 1) -> dict[str, float]:
+        sharing = self._forkserver.sharing
+        least = _LEAST_SHARED if sharing is not None and sharing.on() else 0.0
+        return self._deadlines.of(kernel, compile_key, scores, times, least=least)
 
     def _processes_of(self, name: str, parcel: dict[str, Any] | None = None) -> None:
         """Have children of its own for a kernel that sets its processes up, before they make a tensor on the device."""

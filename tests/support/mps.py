@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,13 @@ def _die_where_shared(_: Problem, __: Any) -> None:
 DIES_WHERE_SHARED = FaultyReference("test.dies_where_shared", _die_where_shared)
 """Ends a process that shares the GPU, and is right in others."""
 DIES_WHERE_SHARED.files = (__file__,)
+
+
+def _wait_for_three_keys(problem: Problem, _: Any) -> None:
+    if max(problem.seqlens_k) == 3:
+        time.sleep(1.5)
+
+
+SLOW_AT_THREE_KEYS = FaultyReference("test.slow_at_three_keys", _wait_for_three_keys)
+"""Takes 1.5 s where there are three keys, and no time else."""
+SLOW_AT_THREE_KEYS.files = (__file__,)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from support.engine import alive, wait_for
-from support.mps import DIES_WHERE_SHARED, QUIT, START, FakeServer
+from support.mps import DIES_WHERE_SHARED, QUIT, SLOW_AT_THREE_KEYS, START, FakeServer
 from support.paths import TESTS
 
 from attnfuzz.harness.isolation import reaper, sharing, worker
@@ -213,6 +213,26 @@ def test_a_batch_that_is_lost_is_run_again_as_the_same_batch(shared: Sharing) ->
         assert not shared.on()
     finally:
         registry.unregister(DIES_WHERE_SHARED.name)
+
+
+def test_a_stage_that_only_takes_longer_than_usual_ends_no_sharing(shared: Sharing) -> None:
+    """Of three runs on an H200 two shared the GPU for a third and a half of their time: stages of a second counted as hangs."""
+    registry.register(SLOW_AT_THREE_KEYS)
+    try:
+        with closing(Isolated("cpu", variables=shared.variables, spares=0)) as executor:
+            problem = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=16, dtype="float32")
+            [config] = SLOW_AT_THREE_KEYS.configs(problem)[:1]
+            case = Case(kernel=SLOW_AT_THREE_KEYS.name, problem=problem, config=config)
+            for number in range(3):
+                executor.begin(replace(case, recipe=Recipe(seed=number)))
+                executor.finish()
+            children = executor.statistics.children
+            executor.begin(replace(case, problem=replace(problem, seqlens_k=(3,))))
+            assert executor.finish().failures == ()
+            assert executor.statistics.children == children
+        assert shared.on()
+    finally:
+        registry.unregister(SLOW_AT_THREE_KEYS.name)
 
 
 def test_sharing_ends_before_a_task_at_work_is_ended(shared: Sharing, server: FakeServer) -> None:
