@@ -57,7 +57,9 @@ def start_counting(device: Device) -> None:
     global _held
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        _held = int(torch.cuda.memory_allocated())
+        # What memory_allocated() returns, which first makes and sorts a list of all 160 numbers.
+        numbers = torch.cuda.memory_stats_as_nested_dict()
+        _held = int(numbers["allocated_bytes"]["all"]["current"]) if numbers else 0
 
 
 def is_own_need(error: BaseException, device: Device) -> bool:

@@ -45,6 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "max_memory_allocated": lambda: own.peak,
         "reset_peak_memory_stats": lambda: None,
         "memory_allocated": lambda: own.held,
+        "memory_stats_as_nested_dict": lambda: {"allocated_bytes": {"all": {"current": own.held}}},
         "memory_reserved": lambda: own.kept,
         "empty_cache": own.empty,
     }.items():
@@ -195,7 +196,9 @@ def test_a_gpu_gets_back_what_a_process_keeps() -> None:
     assert torch.cuda.mem_get_info()[0] < before - total // 16
     trim("cuda")
     assert torch.cuda.mem_get_info()[0] > before - total // 64
+    held = torch.ones(1 << 20, device="cuda")
     gpu_memory.start_counting("cuda")
+    assert gpu_memory._held == torch.cuda.memory_allocated() >= 4 * held.numel()
     with pytest.raises(torch.OutOfMemoryError) as refused:
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     assert is_own_need(refused.value, "cuda")
