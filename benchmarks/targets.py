@@ -8,6 +8,7 @@ those of a CPU 6, a soak more. The compilers' caches are empty at first, and are
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from throughput.commands import Finished, run_command
 from throughput.plan import KERNELS, Plan
 from throughput.processes import cold_caches
 
+from attnfuzz.harness.campaign.events import SharedGpu
 from attnfuzz.harness.cli.options import file_to_write
 from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.harness.core.gpus import gpus
@@ -42,6 +44,8 @@ from attnfuzz.kernels.problem import BadArgument
 ROOT = Path(__file__).parent.parent
 INTERPRETED, COMPILED = "triton.varlen", "tilelang.gqa.split"
 """Kernels of the CPU: Triton's interpreter, and TileLang's C target."""
+CORES = 16
+"""Of the node of one GPU that the targets are for."""
 KEPT: Path | None = None
 """Where the JSON of each run goes, with its `times`."""
 OPTIONS: tuple[str, ...] = ()
@@ -87,6 +91,8 @@ def campaign(
         number = len(list(KEPT.glob("run-*.json"))) + 1
         figures = {"wall": run.wall, "first": run.first, "busy": run.busy, "peak": run.peak, "judged": run.judged}
         (KEPT / f"run-{number}.json").write_text(json.dumps({**figures, "result": run.result}), encoding="utf-8")
+    if (shared := run.result.get("shared_gpu")) is not None:
+        say(SharedGpu(**shared).describe())
     return run
 
 
@@ -109,9 +115,23 @@ def warm_node(device: Device) -> Iterable[Row]:
     yield Row("warm", "Cases", campaign(device, 120.0).total("cases"), least=60_000)
 
 
+@contextlib.contextmanager
+def one_gpu() -> Iterator[None]:
+    """Have one GPU, and sixteen cores at most, which the targets of one are for."""
+    cores, before = os.sched_getaffinity(0), os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.sched_setaffinity(0, sorted(cores)[:CORES])
+    os.environ.update({"CUDA_VISIBLE_DEVICES": usable[0]} if (usable := gpus()) else {})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        os.environ.update({} if before is None else {"CUDA_VISIBLE_DEVICES": before})
+
+
 def compiled(device: Device) -> None:
-    """Run the kernels of ragged batches until nothing is left to compile, three times at most, and once in a process."""
-    for seconds in (100.0, 60.0, 60.0):
+    """Run the kernels of ragged batches until nothing is left to compile, four times at most, and once in a process."""
+    for seconds in (60.0, 60.0, 60.0, 60.0):
         if device in COMPILED_ALL:
             return
         # All cores that two workers leave are the compilers'.
@@ -121,9 +141,10 @@ def compiled(device: Device) -> None:
 
 
 def varlen(device: Device) -> Iterable[Row]:
-    """The kernels of ragged batches alone, 120 s, after runs of two workers until nothing is left to compile."""
+    """The kernels of ragged batches alone, 120 s on one GPU, after runs of two workers until nothing is left to compile."""
     compiled(device)
-    run = campaign(device, 120.0, KERNELS[device])
+    with one_gpu():
+        run = campaign(device, 120.0, KERNELS[device])
     yield Row("varlen", "Cases a second from the first Verdict on", rate(run), least=1500)
     # Without the workers' start and most of the loads of compiled code.
     yield Row("varlen", "Cases a second in the second half", run.later_rate(), least=1500)
@@ -152,7 +173,7 @@ def suite(_: Device) -> Iterable[Row]:
 
 
 def two_gpus(device: Device) -> Iterable[Row]:
-    """One GPU, then two, 40 s each, after runs of two workers until nothing is left to compile, three at most."""
+    """One GPU, then two, 40 s each, after runs of two workers until nothing is left to compile, four at most."""
     usable, one, two = gpus(), None, None
     if len(usable) > 1:
         compiled(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -82,8 +83,35 @@ def test_more_options_are_of_the_runs_that_are_measured_alone_and_each_in_turn(
     options, file = ("--share-gpu --workers 16", "--workers 12"), tmp_path / "rows.json"
     result = run(targets, monkeypatch, targets.varlen, *[f"--options={each}" for each in options], "--json", str(file))
     assert "at least 1500" in result.output
-    assert seen == [(100.0, ()), (60.0, ()), (120.0, ("--share-gpu", "--workers", "16")), (120.0, ("--workers", "12"))]
+    assert seen == [(60.0, ()), (60.0, ()), (120.0, ("--share-gpu", "--workers", "16")), (120.0, ("--workers", "12"))]
     rows = [(row["options"], row["measured"]) for row in json.loads(file.read_text()) if row["measured"]]
     kernels = len(targets.KERNELS["cpu"])
     # 5 s and 10 s after the first Verdict there are 25 and 100 hundreds.
     assert rows == [(options[0], 1800.0 * kernels), (options[0], 4500.0), (options[1], 2400.0 * kernels), (options[1], 6000.0)]
+
+
+def test_the_ragged_kernels_have_one_gpu_and_its_cores(targets: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[str | None, int]] = []
+
+    def run_command(*_: Any, **__: Any) -> Any:
+        chosen.append((os.environ.get("CUDA_VISIBLE_DEVICES"), len(os.sched_getaffinity(0))))
+        return targets.Finished({"kernels": [{"cases": 1, "unreached": 0}]}, first=2.0, wall=12.0)
+
+    before, cores = "GPU-a,GPU-b", os.sched_getaffinity(0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    monkeypatch.setattr(targets, "run_command", run_command)
+    monkeypatch.setattr(targets, "COMPILED_ALL", set())
+    monkeypatch.setattr(targets, "CORES", 1)
+    assert list(targets.varlen("cpu"))
+    assert chosen == [(before, len(cores)), ("GPU-a", 1)]
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], os.sched_getaffinity(0)) == (before, cores)
+
+
+@pytest.mark.parametrize("shared", [{"seconds": 34.2, "reason": "hang in stage judge"}, None])
+def test_how_long_workers_shared_the_gpu_is_said(
+    shared: dict[str, Any] | None, targets: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = targets.Finished({"kernels": [], "shared_gpu": shared}, first=2.0, wall=12.0)
+    monkeypatch.setattr(targets, "run_command", lambda *_, **__: done)
+    targets.campaign("cpu", 1.0)
+    assert ("34.2 s" in (said := capfd.readouterr().err) and "hang in stage judge" in said) == (shared is not None)
