@@ -13,7 +13,7 @@ from support.mutant_code import said
     ("backend", "step"),
     [
         ("triton", "4"),
-        ("tilelang", "11"),
+        pytest.param("tilelang", "11", marks=pytest.mark.slow),
         pytest.param("triton", "1", marks=pytest.mark.slow),
         pytest.param("tilelang", "1", marks=pytest.mark.slow),
     ],

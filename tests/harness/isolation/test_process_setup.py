@@ -150,7 +150,10 @@ def test_a_row_of_check_adapter_for_kernels_that_set_processes_up() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "wrong"),
-    [(REFUSED, "set_up('cpu') raised OSError: no workspace on cpu"), (CARELESS, "set_up changes torch's default dtype")],
+    [
+        pytest.param(REFUSED, "set_up('cpu') raised OSError: no workspace on cpu", marks=pytest.mark.slow),
+        (CARELESS, "set_up changes torch's default dtype"),
+    ],
     ids=lambda each: getattr(each, "name", ""),
 )
 def test_what_is_wrong_with_a_set_up(kernel: Adapted, wrong: str) -> None:

@@ -297,7 +297,7 @@ def sunk(dtype: str) -> list[Launched]:
     return every
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bfloat16", "float32"))])
 def test_cases_with_sinks_beside_others_have_the_verdicts_that_they_have_alone(dtype: str) -> None:
     every = sunk(dtype)
     verdicts = [alone(each) for each in every]
