@@ -273,8 +273,8 @@ class Checker:
 
     def _ready(self) -> Supervisor:
         """Return what starts the processes; it begins to import what they need."""
+        from attnfuzz.harness.isolation.child_variables import child_variables
         from attnfuzz.harness.isolation.forkserver import Forkserver
-        from attnfuzz.harness.isolation.isolated import child_variables
         from attnfuzz.harness.isolation.supervisor import Supervisor
         from attnfuzz.harness.isolation.tasks import preloads
         from attnfuzz.kernels.triton import runtime

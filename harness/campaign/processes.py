@@ -24,8 +24,8 @@ from attnfuzz.harness.campaign.process import Answer, Assignment, Message
 from attnfuzz.harness.core.bytecode import bytecode_variables
 from attnfuzz.harness.core.gpus import gpus
 from attnfuzz.harness.isolation import reaper, sharing
+from attnfuzz.harness.isolation.child_variables import child_variables
 from attnfuzz.harness.isolation.forkserver import Forkserver
-from attnfuzz.harness.isolation.isolated import child_variables
 from attnfuzz.harness.isolation.memory import share_of_memory
 from attnfuzz.harness.isolation.root import Root
 from attnfuzz.harness.isolation.sharing import NotShared, Sharing

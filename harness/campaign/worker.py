@@ -13,9 +13,10 @@ from attnfuzz.harness.campaign.maps import MapWriter
 from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.child import ChildError
+from attnfuzz.harness.isolation.child_variables import child_variables
 from attnfuzz.harness.isolation.executors import Executor, InProcess
 from attnfuzz.harness.isolation.forkserver import Forkserver
-from attnfuzz.harness.isolation.isolated import Isolated, child_variables
+from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.harness.isolation.root import Root
 from attnfuzz.harness.isolation.tasks import preloads

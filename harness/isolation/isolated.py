@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from attnfuzz.harness.isolation.child import ChildError
+from attnfuzz.harness.isolation.child_variables import child_variables
 from attnfuzz.harness.isolation.compiler import BackgroundCompiler
 from attnfuzz.harness.isolation.deadlines import Deadlines, scores_of
 from attnfuzz.harness.isolation.forkserver import Forkserver
@@ -17,7 +17,6 @@ from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.harness.isolation.memory import memory_cap
 from attnfuzz.harness.isolation.outcomes import (
     KERNEL_STAGES,
-    ChildMemoryError,
     Death,
     Error,
     ExecutionError,
@@ -27,14 +26,13 @@ from attnfuzz.harness.isolation.outcomes import (
     Reply,
     Task,
     death_failure,
-    exception_of,
 )
 from attnfuzz.harness.isolation.supervisor import Running, Supervisor
 from attnfuzz.harness.isolation.tasks import preloads
+from attnfuzz.harness.isolation.verdicts import verdict_of, with_death
 from attnfuzz.harness.judge.errormap import ErrorMaps
-from attnfuzz.harness.judge.failure import Failure, Identity, in_earlier
-from attnfuzz.harness.judge.verdict import Figures, Verdict
-from attnfuzz.harness.trial.errors import MEMORY_TAKEN
+from attnfuzz.harness.judge.failure import Identity
+from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.supports import compile_key_of
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
@@ -42,19 +40,8 @@ from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.support.process_setup import setup_of
 from attnfuzz.strategies.case import Case
 
-__all__ = ["ExecutionError", "Isolated", "child_variables"]
+__all__ = ["ExecutionError", "Isolated"]
 
-# No fork survives a CUDA context, so whether there is a GPU must be asked without one; nor a pool of threads.
-_FOR_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | dict.fromkeys(
-    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
-)
-_VARIABLES: dict[Device, dict[str, str]] = {
-    "cpu": {**_FOR_FORKS, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-    "cuda": _FOR_FORKS,
-}
-_ALLOCATOR, _SEGMENTS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
-"""Variables of torch's allocator on a GPU, the second of older versions, and the setting by which it loses least memory between
-tensors of many sizes: batches of many Cases then leave room for other workers."""
 _SPARES: dict[Device, int] = {"cpu": 1, "cuda": 2}
 _LATEST = 8
 """Where a Case has hung that ends in time alone: the Cases before it that run again."""
@@ -150,7 +137,7 @@ class Isolated:
         verdict = self._with_late_death(case, self._verdict(case, outcome))
         if isinstance(first, Death) and first.by_itself and first.stage not in KERNEL_STAGES and not verdict.failures:
             # Neither the oracle nor the judge ends a process: something of the kernel's, such as a thread, was still at work.
-            verdict = _with_death(case, verdict, first)
+            verdict = with_death(case, verdict, first)
         self._learn(case, key, verdict, running.past)
         return verdict
 
@@ -310,7 +297,7 @@ class Isolated:
             if outcome.stage in KERNEL_STAGES:
                 verdicts[outcome.item] = self._verdict(case, outcome)
             elif outcome.by_itself:
-                verdicts[outcome.item] = _with_death(case, verdicts[outcome.item], outcome)
+                verdicts[outcome.item] = with_death(case, verdicts[outcome.item], outcome)
             self._pasts[case] = past.plus(cases[: outcome.item])
         return verdicts
 
@@ -385,46 +372,7 @@ class Isolated:
         previous, self._last_kernel = self._last_kernel, case.kernel
         if late is None or previous != case.kernel:
             return verdict
-        return _with_death(case, verdict, late)
+        return with_death(case, verdict, late)
 
     def _verdict(self, case: Case, outcome: Outcome) -> Verdict:
-        if isinstance(outcome, Reply):
-            return msgspec.convert(outcome.result, Verdict)
-        described = self.describe()
-        failures: tuple[Failure, ...] = ()
-        figures = {}
-        if isinstance(outcome, Death) and (outcome.why in ("exit", "pipe") or outcome.stage in KERNEL_STAGES):
-            failure = death_failure(case.kernel, outcome)
-            in_own = not 0 <= outcome.item < len(case.after)
-            failures = (failure if in_own else in_earlier(failure, outcome.item, len(case.after)),)
-        elif isinstance(outcome, Death) or isinstance(error := exception_of(outcome), ChildMemoryError):
-            # The oracle needs more time or memory than there is: the kernel is not judged.
-            late = isinstance(outcome, Death) and outcome.why == "hang"
-            unjudged = "the oracle takes too long" if late else "the oracle needs too much memory"
-            if isinstance(outcome, Error) and MEMORY_TAKEN in outcome.message:
-                unjudged = MEMORY_TAKEN
-            figures = {name: Figures(elements=0, unjudged=unjudged) for name in case.problem.needs.outputs}
-        else:
-            raise error
-        return Verdict(
-            status="fail" if failures else "pass",
-            failures=failures,
-            figures=figures,
-            device=described["device"],
-            versions=described["versions"],
-        )
-
-
-def _with_death(case: Case, verdict: Verdict, death: Death) -> Verdict:
-    """Add a child's death after a kernel's calls as a failure."""
-    failure = msgspec.structs.replace(death_failure(case.kernel, death), check="afterwards")
-    return msgspec.structs.replace(verdict, status="fail", failures=(*verdict.failures, failure))
-
-
-def child_variables(device: Device) -> dict[str, str]:
-    """Return the environment variables of processes from which children for kernels on `device` are forked.
-
-    The user's own setting of torch's allocator stays.
-    """
-    own = device != "cuda" or any(each in os.environ for each in _ALLOCATOR)
-    return _VARIABLES[device] | ({} if own else dict.fromkeys(_ALLOCATOR, _SEGMENTS))
+        return verdict_of(case, outcome, self.describe)
