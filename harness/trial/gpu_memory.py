@@ -21,6 +21,9 @@ __all__ = ["is_out_of_memory", "is_own_need", "start_counting", "trim", "when_fr
 _KEPT = 16
 """A process keeps at most that part of the GPU's memory between two tasks: its share among sixteen workers, and more
 than a batch usually takes, which would wait for all of it otherwise."""
+_FREE, _LITTLE = 8, 64
+"""Where less than the first part of the GPU's memory is free, a process keeps at most the second: fourteen workers that each kept
+their share held 127 of 141 GiB, and other programs may need some too."""
 _SHARE = 16
 """A kernel that needs more than that part of the GPU's memory is refused on its own account, unless its inputs are large."""
 _TIMES = 16
@@ -41,10 +44,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def trim(device: Device) -> None:
-    """Give back what torch keeps for later, if it is much."""
+    """Give back what torch keeps for later, if it is much, or if little memory is free and it is some of that."""
     if device == "cuda" and torch.cuda.is_initialized():
-        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        if unused > _total() // _KEPT:
+        unused, total = torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), _total()
+        if unused > total // _KEPT or (unused > total // _LITTLE and torch.cuda.mem_get_info()[0] < total // _FREE):
             torch.cuda.empty_cache()
 
 

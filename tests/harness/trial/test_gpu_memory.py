@@ -22,11 +22,12 @@ REFUSED = "CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity 
 
 @dataclass
 class Gpu:
-    """160 GiB, of which this process has allocated `peak` at most, `held` at first, and keeps `kept`."""
+    """160 GiB, of which this process has allocated `peak` at most, `held` at first, and keeps `kept`; `free` are no one's."""
 
     peak: int = 0
     held: int = 0
     kept: int = 0
+    free: int = 100 * GIB
     emptied: int = 0
     waits: list[float] = field(default_factory=list)
 
@@ -47,6 +48,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "memory_allocated": lambda: own.held,
         "memory_stats_as_nested_dict": lambda: {"allocated_bytes": {"all": {"current": own.held}}},
         "memory_reserved": lambda: own.kept,
+        "mem_get_info": lambda: (own.free, 160 * GIB),
         "empty_cache": own.empty,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -101,6 +103,13 @@ def test_what_torch_keeps_is_given_back_if_it_is_much(gpu: Gpu) -> None:
         trim("cpu")
         trim("cuda")
         assert gpu.emptied == emptied
+
+
+@pytest.mark.parametrize(("kept", "free", "emptied"), [(2, 19, 0), (2, 21, 0), (3, 19, 1), (3, 21, 0), (11, 100, 1)])
+def test_where_little_is_free_less_is_kept(kept: int, free: int, emptied: int, gpu: Gpu) -> None:
+    gpu.kept, gpu.free = kept * GIB, free * GIB
+    trim("cuda")
+    assert gpu.emptied == emptied
 
 
 def test_what_was_refused_for_the_memory_of_others_is_tried_again(gpu: Gpu) -> None:
