@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -220,7 +220,7 @@ def _chosen(
     reasons = {each: reason for each, mutant in bank.items() if (reason := _why_not_on(mutant, device))}
     for each in ids:
         if each not in bank:
-            near = ", ".join(difflib.get_close_matches(each, bank)) or f"those of {_BANK}"
+            near = _near(each, bank) or f"those of {_BANK}"
             raise reject("ID", each, f"none of the {len(bank)} mutants has that id", f"did you mean {near}?")
         if each in reasons:
             raise reject("ID", each, reasons[each], "give another, or another --device")
@@ -244,6 +244,12 @@ def _why_not_on(mutant: Any, device: Device) -> str:
     return "" if mutant.device == "cpu" else "it shows on a GPU only"
 
 
+def _near(name: str, ids: Iterable[str]) -> str:
+    """Return the ids that a wrong one is close to, whether its letters are large or small; an empty text where there is none."""
+    of_small = {each.lower(): each for each in ids}
+    return ", ".join(of_small[each] for each in difflib.get_close_matches(name.lower(), of_small, n=5))
+
+
 def _by_operators(kernel: str, ids: Sequence[str], size: int | None) -> tuple[list[str], dict[str, str]]:
     """Return the ids of the mutants that operators make of a kernel, and those that are equivalent with the reasons.
 
@@ -263,7 +269,7 @@ def _by_operators(kernel: str, ids: Sequence[str], size: int | None) -> tuple[li
         raise BadArgument(f"operators={kernel!r}: {error}") from None
     for each in ids:
         if each not in everything:
-            near = ", ".join(difflib.get_close_matches(each, everything)) or f"those of `--operators {kernel} --sample 10`"
+            near = _near(each, everything) or f"those of `--operators {kernel} --sample 10`"
             raise reject("ID", each, f"none of the {len(everything)} mutants of {kernel} has that id", f"did you mean {near}?")
     chosen = list(dict.fromkeys(ids or everything))
     if size is not None:

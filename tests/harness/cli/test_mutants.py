@@ -237,6 +237,7 @@ WRONG = {
     "no duration": (["--budget", "soon"], "budget='soon': it is not a duration"),
     "an unknown device": (["--device", "tpu"], "'--device': 'tpu' is not one of 'cpu', 'cuda'"),
     "an unknown id": (["MSK-99"], "mutants has that id; did you mean MSK-"),
+    "an id in small letters": (["bwd-01"], "mutants has that id; did you mean BWD-01"),
     "no Cases": (["--max-examples", "0"], "'--max-examples': 0 is not in the range x>=1"),
     "no seeds": (["--seeds", "0"], "'--seeds': 0 is not in the range x>=1"),
     "no number": (["--seeds", "many"], "'--seeds': 'many' is not a valid integer range"),
