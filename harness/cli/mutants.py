@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import os
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +12,7 @@ from typing import Any, Literal
 
 import click
 
+from attnfuzz.harness.cli.mutants_bank import BANK, of_bank, of_checkout, of_operators, whole_bank
 from attnfuzz.harness.cli.options import (
     CLEAN,
     FAILURES,
@@ -30,13 +28,10 @@ from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.signals import ending
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.problem import reject
 
 __all__ = ["mutants_command"]
 
-_TESTS = Path(__file__).parents[2] / "tests"
-"""The repository's tests, where this module is in a checkout."""
-_BANK = _TESTS / "mutants" / "bugs"
 _MOST_JOBS = 4
 """Campaigns at once, as a multiple of the cores."""
 _EACH, _DEADLINE = 60.0, 10.0
@@ -47,7 +42,7 @@ _AGAIN = 3
 """Times that campaigns are run again in new processes, under a time for all of them, where one of the processes was lost."""
 
 
-@click.command("mutants", hidden=not _BANK.is_dir())
+@click.command("mutants", hidden=not BANK.is_dir())
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option(
     "--max-examples", default=500, show_default=True, type=click.IntRange(min=1), metavar="N", help="Cases of each campaign."
@@ -128,17 +123,17 @@ def mutants_command(
     Each campaign is that of `attnfuzz run`. Exit 0 only if each finds its bug. Needs a checkout of the repository: the bank is in
     tests/mutants. With --operators KERNEL also libcst.
     """
-    detection = _of_checkout("detection")
+    detection = of_checkout("detection")
     equivalent: dict[str, str] = {}
     left_out: dict[str, str] = {}
     if held_out and (ids or operators is not None):
         raise reject("held-out", held_out, "it stands for ids, and for the mutants of --operators", "give the one or the other")
     if operators is not None:
-        chosen, equivalent = _by_operators(operators, ids, sample)
+        chosen, equivalent = of_operators(operators, ids, sample)
     elif sample is not None:
         raise reject("sample", sample, "the bank is tried as a whole", "give --operators KERNEL, or ids")
     else:
-        chosen, left_out = _chosen(_bank(), ids, device, held_out=held_out)
+        chosen, left_out = of_bank(whole_bank(), ids, device, held_out=held_out)
     cores = len(os.sched_getaffinity(0))
     at_once = min(jobs or (cores if device == "cpu" else max(1, cores * 7 // 8)), _MOST_JOBS * cores)
     campaign = detection.Attempt("", 0, max_examples, shrink, **_limits(detection, chosen, device, each, deadline, at_once))
@@ -179,104 +174,6 @@ def _limits(
     return {"budget": _EACH, "deadline": _DEADLINE, "device": device, "backends": backends, "compiles": compiles} | limits
 
 
-def _of_checkout(name: str) -> ModuleType:
-    """Import a module of tests/support.
-
-    Raises:
-        BadArgument: this is an installation, without the repository's tests.
-    """
-    if not _BANK.is_dir():
-        raise reject("mutants", str(_BANK), "the bank of mutants is no part of an installation",
-                     "run `attnfuzz` from a checkout of the repository (pip install -e .)")  # fmt: skip
-    if str(_TESTS) not in sys.path:
-        sys.path.insert(0, str(_TESTS))
-    return importlib.import_module(f"support.{name}")
-
-
-def _bank() -> dict[str, Any]:
-    """Return the mutants by id.
-
-    Raises:
-        BadArgument: a file of the bank is wrong.
-    """
-    try:
-        bank: dict[str, Any] = _of_checkout("mutants").mutants()
-    except ValueError as error:
-        raise BadArgument(f"{_BANK}: {error}") from None
-    return bank
-
-
-def _chosen(
-    bank: dict[str, Any], ids: Sequence[str], device: Device, *, held_out: bool = False
-) -> tuple[list[str], dict[str, str]]:
-    """Return the ids of the mutants to try, each once, and those that cannot show on the device, with the reasons.
-
-    Without ids, those of the bank, or what is held out; kernels that cannot run on this machine's GPU are left out, as long as
-    another can.
-
-    Raises:
-        BadArgument: the bank has none of an id, or it cannot show on the device.
-    """
-    reasons = {each: reason for each, mutant in bank.items() if (reason := _why_not_on(mutant, device))}
-    for each in ids:
-        if each not in bank:
-            near = _near(each, bank) or f"those of {_BANK}"
-            raise reject("ID", each, f"none of the {len(bank)} mutants has that id", f"did you mean {near}?")
-        if each in reasons:
-            raise reject("ID", each, reasons[each], "give another, or another --device")
-    if ids:
-        return list(dict.fromkeys(ids)), {}
-    bank = {each: mutant for each, mutant in bank.items() if mutant.held_out == held_out}
-    reasons = {each: reason for each, reason in reasons.items() if each in bank}
-    able = [each for each in bank if each not in reasons]
-    if device == "cuda":
-        kernels = dict.fromkeys(bank[each].kernel for each in able)
-        unable = {name: f"{name} cannot run: {why}" for name in kernels if (why := registry.get(name).unavailable(device))}
-        # Where none can run, the machine is not one for campaigns on a GPU: an error, and no report of nothing.
-        if len(unable) < len(kernels):
-            reasons |= {each: unable[bank[each].kernel] for each in able if bank[each].kernel in unable}
-    return [each for each in able if each not in reasons], reasons
-
-
-def _why_not_on(mutant: Any, device: Device) -> str:
-    if device == "cuda":
-        return str(mutant.not_on_gpu)
-    return "" if mutant.device == "cpu" else "it shows on a GPU only"
-
-
-def _near(name: str, ids: Iterable[str]) -> str:
-    """Return the ids that a wrong one is close to, whether its letters are large or small; an empty text where there is none."""
-    of_small = {each.lower(): each for each in ids}
-    return ", ".join(of_small[each] for each in difflib.get_close_matches(name.lower(), of_small, n=5))
-
-
-def _by_operators(kernel: str, ids: Sequence[str], size: int | None) -> tuple[list[str], dict[str, str]]:
-    """Return the ids of the mutants that operators make of a kernel, and those that are equivalent with the reasons.
-
-    Raises:
-        BadArgument: libcst is missing, the kernel's source has no such mutants, or the list of equivalents does not fit it.
-    """
-    try:
-        bank = _of_checkout("operators.bank")
-    except ModuleNotFoundError as error:
-        if error.name != "libcst":
-            raise
-        raise reject("operators", kernel, "they change a syntax tree of libcst, which is not installed",
-                     "pip install libcst, or the extra `mutants`") from None  # fmt: skip
-    try:
-        everything, reasons = bank.operator_mutants(kernel), bank.equivalents(kernel)
-    except ValueError as error:
-        raise BadArgument(f"operators={kernel!r}: {error}") from None
-    for each in ids:
-        if each not in everything:
-            near = _near(each, everything) or f"those of `--operators {kernel} --sample 10`"
-            raise reject("ID", each, f"none of the {len(everything)} mutants of {kernel} has that id", f"did you mean {near}?")
-    chosen = list(dict.fromkeys(ids or everything))
-    if size is not None:
-        chosen = bank.sample(chosen, size)
-    return [each for each in chosen if each not in reasons], {each: reasons[each] for each in chosen if each in reasons}
-
-
 class _Run:
     """Campaigns, and the rows that there are of them.
 
@@ -292,7 +189,7 @@ class _Run:
     def __init__(self, detection: ModuleType, tasks: Sequence[Any], file: Path | None) -> None:
         self._attempt, self._tasks = detection.attempt, {(each.mutant, each.seed): each for each in tasks}
         try:
-            self._file = _of_checkout("detection_rows").Rows(file)
+            self._file = of_checkout("detection_rows").Rows(file)
         except ValueError as error:
             raise reject("rows", str(file), str(error), "give a file of rows, or a new one") from None
         self._path = file
@@ -325,7 +222,7 @@ class _Run:
         """
         from attnfuzz.harness.report.progress import progress_on
 
-        processes, report = _of_checkout("verdict.processes"), _of_checkout("detection_report")
+        processes, report = of_checkout("verdict.processes"), of_checkout("detection_report")
         end = None if seconds is None else time.monotonic() + seconds
         limits = {} if seconds is None else {"seconds": seconds, "again": _AGAIN}
         tasks = self._those_cut_last(seconds)
@@ -410,6 +307,6 @@ def _report(
             }
         )
     elif rows:
-        _of_checkout("detection_report").show(console(), rows, most, equivalent | other)
+        of_checkout("detection_report").show(console(), rows, most, equivalent | other)
     if run.end is not None:
         echo(f"{run.end}; campaigns until then: {len(rows)}, left: {len(run.left)}", err=True)

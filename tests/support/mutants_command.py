@@ -11,7 +11,7 @@ from support.detection import Attempt, Found, Nearest
 from support.mutants import FOLDER, mutants
 from support.paths import TESTS
 
-from attnfuzz.harness.cli import mutants as command
+from attnfuzz.harness.cli import mutants_bank
 from attnfuzz.harness.cli.main import main
 
 __all__ = ["CASE", "campaigns", "of_checkout", "row", "run"]
@@ -34,8 +34,8 @@ def row(task: Attempt, *, killed: bool = True) -> Found:
 @pytest.fixture
 def of_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bank of this checkout, where attnfuzz itself is installed as a wheel."""
-    monkeypatch.setattr(command, "_TESTS", TESTS)
-    monkeypatch.setattr(command, "_BANK", FOLDER)
+    monkeypatch.setattr(mutants_bank, "TESTS", TESTS)
+    monkeypatch.setattr(mutants_bank, "BANK", FOLDER)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from support.mutants import mutants
 from support.mutants_command import CASE, row, run
 
 from attnfuzz.harness.cli import mutants as command
+from attnfuzz.harness.cli import mutants_bank
 from attnfuzz.kernels import registry
 
 pytestmark = pytest.mark.usefixtures("of_checkout")
@@ -288,7 +289,7 @@ def test_a_broken_bank_is_wrong_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_installation_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_BANK", tmp_path / "mutants" / "bugs")
+    monkeypatch.setattr(mutants_bank, "BANK", tmp_path / "mutants" / "bugs")
     done = run("MSK-05")
     assert done.exit_code == 2
     assert "the bank of mutants is no part of an installation; run `attnfuzz` from a checkout of the repository" in done.output
