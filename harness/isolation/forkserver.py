@@ -19,20 +19,19 @@ from typing import Any
 
 from attnfuzz.harness.core.bytecode import bytecode_variables
 from attnfuzz.harness.isolation import reaper
-from attnfuzz.harness.isolation.child import TAIL, Child, ChildError
+from attnfuzz.harness.isolation.child import Child
 from attnfuzz.harness.isolation.folders import clear_left_behind, folder_of, make_folder
 from attnfuzz.harness.isolation.limits import check_open_files, explained
 from attnfuzz.harness.isolation.root import LentTemplate, Root
 from attnfuzz.harness.isolation.sharing import Sharing
 from attnfuzz.harness.isolation.stage_time import Usage
-from attnfuzz.harness.isolation.wire import Board, wait
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.harness.isolation.template import Template, refused
+from attnfuzz.harness.isolation.wire import Board
 
 __all__ = ["Forkserver", "Seen"]
 
 _WORKER = Path(__file__).with_name("worker.py")
 _REAPER = Path(__file__).with_name("reaper.py")
-_START_SECONDS = 180.0
 _DEATH_SECONDS = 5.0
 _CLOSE_SECONDS = 15.0
 
@@ -63,7 +62,7 @@ class Forkserver:
         }
         self.sharing = Sharing.of(self._environment)
         """Of the GPU, by a server of the campaign's; None: there is none."""
-        self._template: _Template | None = None
+        self._template: Template | None = None
         try:
             self._reaper, self._reaper_pipe = self._start_reaper()
         except OSError as error:
@@ -164,7 +163,7 @@ class Forkserver:
                     os.close(descriptor)
             raise
 
-    def _ready_template(self) -> _Template:
+    def _ready_template(self) -> Template:
         if self._template is not None and not self._template.alive():
             self._drop_template()
         if self._template is None:
@@ -173,10 +172,10 @@ class Forkserver:
             log = os.memfd_create("attnfuzz-template", os.MFD_CLOEXEC)
             with there:
                 process = self._asked(there.fileno(), log) or self._spawn("template", there.fileno(), None, log)
-            self._template = _Template(process, here, log)
+            self._template = Template(process, here, log)
         return self._template
 
-    def _settled_template(self) -> _Template:
+    def _settled_template(self) -> Template:
         """Return the template process, one of our own if the root refuses."""
         template = self._ready_template()
         if self._root is not None and not template.settle():
@@ -234,7 +233,7 @@ class Forkserver:
                 env=self._environment,
             )
         except OSError as error:
-            raise _refused(error) from None
+            raise refused(error) from None
 
     def stop_forking(self) -> None:
         """Spawn every child from now on."""
@@ -309,89 +308,6 @@ class Seen:
         if time.monotonic() - self._at > age or pid not in self._processes:
             self._processes, self._at = reaper.processes(self._run), time.monotonic()
         return self._processes, self._at
-
-
-class _Template:
-    """The template process, which forks children. It imports while the parent waits for the first child."""
-
-    def __init__(self, process: subprocess.Popen[bytes] | LentTemplate, connection: socket.socket, log: int) -> None:
-        self._process, self._connection, self._log = process, connection, log
-        self._ready = self._closed = False
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def settle(self) -> bool:
-        """Whether there is such a process; one that another process forks is waited for."""
-        return not isinstance(self._process, LentTemplate) or self._process.settle(_START_SECONDS)
-
-    def lend(self, connection: int) -> None:
-        """Have it fork templates for who has the other end of `connection`, once it has imported."""
-        socket.send_fds(self._connection, [b'{"lend": true}'], [connection])
-
-    def fork(self, descriptors: list[int], shares: bool | None) -> int:
-        if not self._ready:
-            self._ask(None, _START_SECONDS)
-            self._ready = True
-        answer = self._ask({"fork": True, "shares": shares}, _DEATH_SECONDS * 4, descriptors)
-        if "errno" in answer:
-            raise _refused(OSError(answer["errno"], os.strerror(answer["errno"])))
-        return int(answer["pid"])
-
-    def reap(self, pid: int) -> int | None:
-        if self._closed:
-            return None
-        try:
-            status = self._ask({"reap": pid}, _DEATH_SECONDS * 2)["status"]
-        except ChildError:
-            # The template process was killed, and its children with it: their exit statuses are lost.
-            return None
-        return None if status is None else int(status)
-
-    def _ask(self, request: dict[str, Any] | None, seconds: float, descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        try:
-            if request is not None:
-                socket.send_fds(self._connection, [json.dumps(request).encode()], list(descriptors))
-            if not wait([self._connection.fileno()], seconds):
-                raise TimeoutError
-            answer = self._connection.recv(65536)
-        except OSError as error:
-            raise self._broken(type(error).__name__) from None
-        if not answer:
-            raise self._broken("it has ended")
-        reply: dict[str, Any] = json.loads(answer)
-        return reply
-
-    def _broken(self, why: str) -> ChildError:
-        self._kill()
-        size = os.fstat(self._log).st_size
-        output = os.pread(self._log, TAIL, max(0, size - TAIL)).decode("utf-8", "replace").strip()
-        return ChildError(f"the process that forks children does not answer ({why}){': ' if output else ''}{output}")
-
-    def _kill(self) -> None:
-        if self.pid and self.alive():
-            with contextlib.suppress(OSError):
-                os.killpg(self.pid, signal.SIGKILL)
-            with contextlib.suppress(OSError):
-                # A fork may not have a session of its own yet.
-                os.kill(self.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def close(self) -> None:
-        self._closed = True
-        self._kill()
-        self._connection.close()
-        os.close(self._log)
-
-
-def _refused(error: OSError) -> BadArgument | ChildError:
-    """Return what to raise where a child process cannot be started."""
-    reason = explained(error, "a child process")
-    return reason if isinstance(reason, BadArgument) else ChildError(f"no process can be started: {error.strerror}")
 
 
 def _waited(process: subprocess.Popen[bytes]) -> int | None:
