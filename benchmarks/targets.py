@@ -118,13 +118,23 @@ def warm_node(device: Device) -> Iterable[Row]:
 @contextlib.contextmanager
 def one_gpu() -> Iterator[None]:
     """Have one GPU, and sixteen cores at most, which the targets of one are for."""
-    cores, before = os.sched_getaffinity(0), os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.sched_setaffinity(0, sorted(cores)[:CORES])
-    os.environ.update({"CUDA_VISIBLE_DEVICES": usable[0]} if (usable := gpus()) else {})
+    cores = os.sched_getaffinity(0)
+    with only(gpus()[:1]):
+        os.sched_setaffinity(0, sorted(cores)[:CORES])
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, cores)
+
+
+@contextlib.contextmanager
+def only(some: Sequence[str]) -> Iterator[None]:
+    """Have these GPUs alone; all that there are where none are named."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ.update({"CUDA_VISIBLE_DEVICES": ",".join(some)} if some else {})
     try:
         yield
     finally:
-        os.sched_setaffinity(0, cores)
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         os.environ.update({} if before is None else {"CUDA_VISIBLE_DEVICES": before})
 
@@ -177,13 +187,10 @@ def two_gpus(device: Device) -> Iterable[Row]:
     usable, one, two = gpus(), None, None
     if len(usable) > 1:
         compiled(device)
-        before = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = usable[0]
-        one = rate(campaign(device, 40.0, KERNELS[device]))
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(usable[:2])
-        two = rate(campaign(device, 40.0, KERNELS[device]))
-        os.environ.pop("CUDA_VISIBLE_DEVICES")
-        os.environ.update({} if before is None else {"CUDA_VISIBLE_DEVICES": before})
+        with only(usable[:1]):
+            one = rate(campaign(device, 40.0, KERNELS[device]))
+        with only(usable[:2]):
+            two = rate(campaign(device, 40.0, KERNELS[device]))
     yield Row("two", "times the rate of one GPU", two / one if one and two else None, least=1.8)
 
 

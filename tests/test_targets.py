@@ -115,3 +115,25 @@ def test_how_long_workers_shared_the_gpu_is_said(
     monkeypatch.setattr(targets, "run_command", lambda *_, **__: done)
     targets.campaign("cpu", 1.0)
     assert ("34.2 s" in (said := capfd.readouterr().err) and "hang in stage judge" in said) == (shared is not None)
+
+
+@pytest.mark.parametrize("before", [None, "GPU-a,GPU-b"])
+def test_a_part_that_breaks_gives_its_gpus_and_cores_back(
+    before: str | None, targets: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    monkeypatch.setattr(targets, "gpus", lambda: ["GPU-a", "GPU-b"])
+    cores = os.sched_getaffinity(0)
+    seen: list[str] = []
+
+    def broken() -> None:
+        with targets.one_gpu():
+            seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+            raise targets.NotMeasured("it broke")
+
+    with pytest.raises(targets.NotMeasured):
+        broken()
+    assert seen == ["GPU-a"]
+    assert (os.environ.get("CUDA_VISIBLE_DEVICES"), os.sched_getaffinity(0)) == (before, cores)

@@ -52,7 +52,7 @@ class Deadlines:
         """Return a multiple of each stage's usual time, for so many Cases; the full deadline for what was not run yet.
 
         That is code, and a Case with many more `scores` than others: with a GPU that other processes use, it takes far longer.
-        It is `least` seconds at least, where the full deadline is not shorter.
+        A multiple is never less than `least` seconds, unless the full deadline is.
         """
         deadlines = dict(self.full)
         seen = hash((kernel, compile_key)) in self._finished and scores <= _LARGER * self._most_scores.get(kernel, 0)

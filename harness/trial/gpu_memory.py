@@ -62,7 +62,7 @@ def start_counting(device: Device) -> None:
         torch.cuda.reset_peak_memory_stats()
         # What memory_allocated() returns, which first makes and sorts a list of all 160 numbers.
         numbers = torch.cuda.memory_stats_as_nested_dict()
-        _held = int(numbers["allocated_bytes"]["all"]["current"]) if numbers else 0
+        _held = int(numbers["allocated_bytes"]["all"]["current"])
 
 
 def is_own_need(error: BaseException, device: Device) -> bool:

@@ -64,9 +64,9 @@ DIES_WHERE_SHARED.files = (__file__,)
 
 def _wait_for_three_keys(problem: Problem, _: Any) -> None:
     if max(problem.seqlens_k) == 3:
-        time.sleep(1.5)
+        time.sleep(1.0)
 
 
 SLOW_AT_THREE_KEYS = FaultyReference("test.slow_at_three_keys", _wait_for_three_keys)
-"""Takes 1.5 s where there are three keys, and no time else."""
+"""Takes a second where there are three keys, and no time else."""
 SLOW_AT_THREE_KEYS.files = (__file__,)

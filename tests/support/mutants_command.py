@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +15,13 @@ from support.paths import TESTS
 from attnfuzz.harness.cli import mutants_bank
 from attnfuzz.harness.cli.main import main
 
-__all__ = ["CASE", "campaigns", "of_checkout", "row", "run"]
+__all__ = ["campaigns", "direct_case", "of_checkout", "row", "run"]
 
-CASE = mutants()["MSK-05"].direct_case("mutant.MSK-05").canonical()
+
+@functools.cache
+def direct_case() -> str:
+    """Return the direct Case of a mutant of the bank, as a row has it."""
+    return mutants()["MSK-05"].direct_case("mutant.MSK-05").canonical()
 
 
 def run(*arguments: str) -> Result:
@@ -27,8 +32,8 @@ def run(*arguments: str) -> Result:
 def row(task: Attempt, *, killed: bool = True) -> Found:
     """Return the row of a campaign that has found its bug with the third Case, or has not."""
     if killed:
-        return Found(task.mutant, task.seed, 3, 0.5, kind="mismatch", output="dq", case=CASE, tokens=4, tried=3)
-    return Found(task.mutant, task.seed, None, 2.0, tried=task.most, nearest={"o": Nearest(0.75, CASE)})
+        return Found(task.mutant, task.seed, 3, 0.5, kind="mismatch", output="dq", case=direct_case(), tokens=4, tried=3)
+    return Found(task.mutant, task.seed, None, 2.0, tried=task.most, nearest={"o": Nearest(0.75, direct_case())})
 
 
 @pytest.fixture

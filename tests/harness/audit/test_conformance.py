@@ -524,7 +524,7 @@ def test_deadlines_and_the_memory_check_reach_the_child_processes(monkeypatch: p
         pytest.param("partial o in half, splits of 16", "half_partial_o", marks=pytest.mark.slow),
         pytest.param("split lse in half, splits of 16", "half_split_lse", marks=pytest.mark.slow),
         ("lse in base 2", "lse_base2"),
-        pytest.param("scale 1 %", None, marks=pytest.mark.slow),
+        ("scale 1 %", None),
         (None, None),
     ],
 )

@@ -88,9 +88,7 @@ def repro(path: Path, *arguments: str) -> Result:
     return CliRunner().invoke(cli.main, ["repro", str(path), "--device", "cpu", "--deadline", "4s", *arguments])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each == "dims")) for each in FAULTS if each not in STATELESS]
-)
+@pytest.mark.parametrize("name", [each for each in FAULTS if each not in STATELESS])
 def test_a_failure_that_needs_earlier_cases_is_kept_with_them(name: str, tmp_path: Path, executor: Isolated) -> None:
     finding, path = found(name, tmp_path, executor)
     stored = read_case(path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.detection import Attempt, Found
 from support.mutants import mutants
-from support.mutants_command import CASE, row, run
+from support.mutants_command import direct_case, row, run
 
 from attnfuzz.harness.cli import mutants as command
 from attnfuzz.harness.cli import mutants_bank
@@ -55,7 +55,7 @@ def test_json_has_every_campaign(campaigns: list[Attempt]) -> None:
     assert (content["command"], content["interrupted"]) == ("mutants", False)
     assert (content["rates"]["attempts"], content["rates"]["killed"]) == (2, 1)
     assert [each["cases"] for each in content["attempts"]] == [3, None]
-    assert content["attempts"][1]["nearest"] == {"o": {"ratio": 0.75, "case": CASE}}
+    assert content["attempts"][1]["nearest"] == {"o": {"ratio": 0.75, "case": direct_case()}}
 
 
 def test_mutants_of_operators_have_the_same_rows_without_the_equivalent_ones(
@@ -76,7 +76,10 @@ def test_mutants_of_operators_have_the_same_rows_without_the_equivalent_ones(
 
 
 def test_mutants_that_do_not_run_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Found("MSK-05", 0, 3, 0.5, case=CASE), Found("DIM-04", 0, 1, 0.5, kind="exception", case=CASE, runs=False)]
+    rows = [
+        Found("MSK-05", 0, 3, 0.5, case=direct_case()),
+        Found("DIM-04", 0, 1, 0.5, kind="exception", case=direct_case(), runs=False),
+    ]
     monkeypatch.setattr("support.verdict.processes.finished", lambda *_, **limits: iter(rows))
     done = run("MSK-05", "DIM-04", "--seeds", "1")
     assert done.exit_code == 0

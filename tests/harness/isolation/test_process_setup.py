@@ -151,7 +151,7 @@ def test_a_row_of_check_adapter_for_kernels_that_set_processes_up() -> None:
 @pytest.mark.parametrize(
     ("kernel", "wrong"),
     [
-        pytest.param(REFUSED, "set_up('cpu') raised OSError: no workspace on cpu", marks=pytest.mark.slow),
+        (REFUSED, "set_up('cpu') raised OSError: no workspace on cpu"),
         (CARELESS, "set_up changes torch's default dtype"),
     ],
     ids=lambda each: getattr(each, "name", ""),

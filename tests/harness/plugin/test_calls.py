@@ -31,7 +31,7 @@ from attnfuzz.strategies.neighbours import differences
 from attnfuzz.strategies.variants import all_variants
 
 NEED_NO_CALLS = {"always", "sometimes"}
-FAST = {"mask", "always"}
+FAST = {"mask", "counter", "always"}
 
 
 @pytest.fixture(scope="module")

@@ -154,9 +154,7 @@ def test_the_memory_checker_finds_it_first(mutant: Mutant, tmp_path: Path, monke
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("id_", "kinds"), [("DIM-04", {"guard"}), pytest.param("RAG-07", {"crash", "guard", "hang"}, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("id_", "kinds"), [("DIM-04", {"guard"}), ("RAG-07", {"crash", "guard", "hang"})])
 def test_without_the_memory_checker_bands_show_it(id_: str, kinds: set[str]) -> None:
     """As on a GPU: columns past the last row, and a sequence whose end lies behind those of the lengths."""
     mutant = mutants()[id_]

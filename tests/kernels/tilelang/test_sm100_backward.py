@@ -144,7 +144,7 @@ UNORDERED = {
 @pytest.mark.parametrize(
     ("operands", "edit"),
     [
-        pytest.param(operands, edit, marks=() if (operands, edit) in {("ts", "before a copy")} else SLOW)
+        pytest.param(operands, edit, marks=() if (operands, edit) in {("ts", "no fence"), ("ts", "before a copy")} else SLOW)
         for operands in VARIANTS
         for edit in UNORDERED
     ],

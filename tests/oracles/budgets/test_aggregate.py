@@ -47,10 +47,9 @@ def messages(inputs: Inputs, outputs: dict[str, torch.Tensor]) -> list[str]:
             Problem(seqlens_q=(15, 30), seqlens_k=(3468, 3470), heads=5, kv_heads=5, dim_qk=64, dim_v=64, softmax_scale=1.0),
             Recipe(pattern="v_mean", q_scale=0.25, k_scale=0.5, seed=1),
         ),
-        pytest.param(
+        (
             Problem(seqlens_q=(4065,), seqlens_k=(98,), dim_qk=192, dim_v=192, causal="bottom_right", softmax_scale=1.0),
             Recipe(pattern="tiny", do_scale=2.0),
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["rows of one key", "means of V", "scores of nothing"],
