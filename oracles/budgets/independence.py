@@ -53,8 +53,8 @@ _NOTHING = 1e-300
 _SIGNS = 32
 """Draws of signs, for a standard deviation that is right within an eighth."""
 _STEPS = 12
-"""Multiplications by a matrix whose largest eigenvalue is wanted. What is found is 0.87 of it at least (247 frames), and less than
-0.94 only where other eigenvalues are nearly as large (by a script that is not in the repository)."""
+"""Multiplications by a matrix whose largest eigenvalue is wanted. At least 0.87 of it is found (247 frames), and less than 0.94
+only where other eigenvalues are nearly as large (by a script that is not in the repository)."""
 
 
 @dataclass(frozen=True, slots=True)
