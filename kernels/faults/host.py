@@ -202,7 +202,8 @@ class HostFault:
     when: Callable[[Problem], bool] = _three_keys
     compiler: Callable[[], None] | None = None
     """Called while a causal variant is compiled."""
-    sometimes: bool = False
+    also: str | None = None
+    """Another kind that the Failure may have, by the check that finds it."""
 
     def act(self, problem: Problem, outputs: _Forward) -> Any:
         """Apply the fault to forward's outputs; returns what replaces them, or None."""
@@ -231,7 +232,7 @@ FAULTS: Final = (
     HostFault("pipes", "closes its pipes", "crash", happens=_closes_pipes),
     HostFault("daemon", "forks a child that outlives it", "crash", happens=_leaves_a_child_and_dies),
     HostFault("stray", "leaves a child, right numbers", None, happens=_leaves_a_child),
-    HostFault("third", "wrong on every third call", "nondeterministic", "1x1", _every_third, _always, sometimes=True),
+    HostFault("third", "wrong on every third call", "mismatch", "1x1", _every_third, _always, also="nondeterministic"),
     HostFault("refuses", "compiler refuses", "compile-error", "1x1", compiler=_compiler_refuses),
     HostFault("ccrash", "compiler aborts", "crash", "1x1", compiler=_compiler_aborts),
     HostFault("chang", "compiler never ends", "hang", "1x1", compiler=_compiler_never_ends),
