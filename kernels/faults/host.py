@@ -203,7 +203,7 @@ class HostFault:
     compiler: Callable[[], None] | None = None
     """Called while a causal variant is compiled."""
     also: str | None = None
-    """Another kind that the Failure may have, by the check that finds it."""
+    """Another kind that the Failure of a state may have, by the check that finds it; its Case needs others before it."""
 
     def act(self, problem: Problem, outputs: _Forward) -> Any:
         """Apply the fault to forward's outputs; returns what replaces them, or None."""

@@ -217,6 +217,8 @@ def row_of(device: Device, summary: KernelSummary) -> FaultRow:
         wrong.append(f"nothing found in {counted(summary.cases, 'case')}")
     else:
         wrong += _wrong(findings[0], kinds, minimal)
+        # A failure of two kinds is that of a state: alone its Case passes.
+        wrong += ["its Case has none before it"] if len(kinds) > 1 and not findings[0].case.after else []
     wrong += [f"{each.identity.kind} is only partly shrunk" for each in findings if each.partly]
     return FaultRow(
         kernel=summary.kernel,

@@ -109,6 +109,7 @@ def test_a_row_that_is_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert empty.wrong == (f"nothing found in {summary.cases} cases",)
     assert selftest.row_of("cpu", _renamed(summary, "noise")).wrong[0].startswith("found fault.abort: crash in kernel")
     assert len(selftest.row_of("cpu", _renamed(summary, "four")).wrong) == 5
+    assert "its Case has none before it" in selftest.row_of("cpu", _renamed(summary, "third")).wrong
 
 
 def _renamed(summary: Any, fault: str, **changed: Any) -> Any:
