@@ -36,16 +36,17 @@ def backward(
     """Compute the budget of dQ, and add to the sums of dK and dV; `lean` leaves out parts for statistics.
 
     e = exp(delta + M_LSE + 4 eps (|s| + |LSE|)) - 1 bounds the recomputed P's relative error.
-    dV: sigma^2 = v_b^T @ dO^2, tau^2 = ((n - 1) v_b)^T @ dO^2, H = (c_b (1 + e))^T |dO|
+    Values that repeat are rounded by one mantissa: w_b = u^2 P^2 / 3 and w_S = u^2 dS^2 / 3 are the largest that v is for any.
+    dV: sigma^2 = v_b^T @ dO^2, tau^2 = ((n - 1) w_b)^T @ dO^2, H = (c_b (1 + e))^T |dO|
         B = (P e + flushed)^T |dO| + acc + lost(dO, P)
     E  = P ((1 + e) eps (4 (c' |dP| + sqrt(c') C) + 4 |dP - D|) + e |dP - D|) + flushed P,  C = |dO| |v|^T, c' = max(1, Dv / 16)
     p  = E + (1 + e) P (B_D + min(H_D, 6 sqrt(V_D) + 4 sqrt(T_D))), the error of dS; v_x = 0.18 u^2 p^2 its own rounding
     dQ: sigma^2 = scale^2 ((v_S + v_x) @ k^2 + V_D (P k)^2);  H = |scale| (c_S @ |k| + H_D |P k|)
         B = |scale| ((E + flushed) @ |k| + B_D (|P k| + (P e) @ |k|)) + acc + lost(k, dS)
-        tau^2 as sigma^2 with (n - 1) v_S and T_D
+        tau^2 as sigma^2 with (n - 1) w_S and T_D
     dK: sigma^2 = scale^2 ((v_S + v_x)^T @ q^2 + (P^2)^T @ (V_D q^2));  H = |scale| (c_S^T |q| + P^T (H_D |q|))
         B = |scale| (E + flushed + (1 + e) P B_D)^T |q| + acc + lost(q, dS)
-        tau^2 = scale^2 (((n - 1) v_S)^T @ q^2 + (P^2)^T @ ((T_D + (n_i - 1) (V_D + T_D)) q^2)), n_i the rows with equal q or O
+        tau^2 = scale^2 (((n - 1) w_S)^T @ q^2 + (P^2)^T @ ((T_D + (n_i - 1) (V_D + T_D)) q^2)), n_i the rows with equal q or O
 
     With a score_mod f, P in dS and wherever D's errors enter is P f'(s), and E grows by |P (dP - D)| times the error of f'(s).
 
@@ -170,7 +171,7 @@ def _dv(
         assert sums.tau2 is not None
         n = neighbours(t.p.mT.contiguous(), u / 16, eta / 8).mT
         # Equal rows in other parts of the sequence are unknown here: assume as many in each part.
-        sums.tau2.baddbmm_(elsewhere(n, t).mul_(v_b).mT, d2)
+        sums.tau2.baddbmm_(elsewhere(n, t).mul_(t.rounding.most_variance(t.p, v_b)).mT, d2)
         if t.whole:
             sums.tau2.copy_(torch.maximum(sums.tau2, _known_roundings(t, v_b > 0, sums.sigma2)))
     if ties and not t.rounding.half:

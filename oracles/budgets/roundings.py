@@ -64,7 +64,11 @@ class Rounding:
         return half_ulp_of_sum(x, self.form).square_().mul_(1 / 3).masked_fill_(variance == 0, 0.0)
 
     def most_variance(self, x: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-        """Return u^2 x^2 / 3, the largest that `true_variance` is of any multiple of x >= 0, over the multiple's square."""
+        """Return u^2 x^2 / 3, the largest that `true_variance` is of any multiple of x >= 0, over the multiple's square.
+
+        It is that of values that repeat: they have one mantissa, for which the mean over mantissas (0.18 u^2 x^2) may be half as
+        much as it should be. Measured: 10 values of 500 keys each, next to a power of two, had dQ 1.01 x its budget.
+        """
         if not self.half:
             return variance
         return torch.maximum((x * x).mul_(self.form.u**2 / 3), variance).masked_fill_(variance == 0, 0.0)

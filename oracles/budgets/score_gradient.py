@@ -106,6 +106,7 @@ def dq_dk(
         dk.b.baddbmm_(repeated_sum(x.d_s.mT.contiguous()), t.q_size, alpha=abs(t.only_scale) / t.part)
     if ties and t.rounding.half:
         assert r.own is not None
+        r.own = t.rounding.most_variance(x.d_s, r.own)
         tau2 = (neighbours(x.d_s, u / 16, x.eta / 8) - 1).mul_(r.own) @ k2
         if r.of_p is not None:
             tau2 += (neighbours(t.p, u / 16) - 1).mul_(r.of_p) @ k2
@@ -155,7 +156,7 @@ class _Roundings:
     flushed_dk: torch.Tensor
     """Flushed values, here and in D."""
     own: torch.Tensor | None = None
-    """The mean square of its own rounding, if it was asked for."""
+    """The mean square of its own rounding, if it was asked for; the largest of any mantissa, where values repeat."""
     of_p: torch.Tensor | None = None
     """The part of `random` from P's rounding, where dS is taken from rounded P."""
 
