@@ -256,7 +256,7 @@ def measured(device: Device, names: Sequence[str]) -> Iterable[Row]:
     "--options",
     multiple=True,
     metavar="TEXT",
-    help="More of each run that is measured: '--share-gpu --workers 16'. Several: all parts with each in turn.",
+    help="More of each run that is measured: '--no-share-gpu --workers 16'. Several: all parts with each in turn.",
 )
 @click.option("--list", "lists", is_flag=True, help="Print the parts.")
 def main(

@@ -80,10 +80,10 @@ def test_more_options_are_of_the_runs_that_are_measured_alone_and_each_in_turn(
 
     monkeypatch.setattr(targets, "run_command", run_command)
     monkeypatch.setattr(targets, "COMPILED_ALL", set())
-    options, file = ("--share-gpu --workers 16", "--workers 12"), tmp_path / "rows.json"
+    options, file = ("--no-share-gpu --workers 16", "--workers 12"), tmp_path / "rows.json"
     result = run(targets, monkeypatch, targets.varlen, *[f"--options={each}" for each in options], "--json", str(file))
     assert "at least 1500" in result.output
-    assert seen == [(60.0, ()), (60.0, ()), (120.0, ("--share-gpu", "--workers", "16")), (120.0, ("--workers", "12"))]
+    assert seen == [(60.0, ()), (60.0, ()), (120.0, ("--no-share-gpu", "--workers", "16")), (120.0, ("--workers", "12"))]
     rows = [(row["options"], row["measured"]) for row in json.loads(file.read_text()) if row["measured"]]
     kernels = len(targets.KERNELS["cpu"])
     # 5 s and 10 s after the first Verdict there are 25 and 100 hundreds.

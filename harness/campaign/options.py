@@ -68,7 +68,7 @@ OPTIONS = (
            only="click"),
     Option("out", "Folder of case files.", "DIR", default=".attnfuzz"),
     Option("workers", "Processes that draw Cases and try them; auto fills the machine.", "N|auto", default="auto", only="click"),
-    _flag("share-gpu", "Start a server of CUDA's MPS for workers of one GPU, until one of them breaks the GPU for the others.",
+    _flag("no-share-gpu", "Start no server of CUDA's MPS, by which several workers of a GPU use it at once, until one breaks it.",
           only="click"),
     Option("jobs", "Compiles at once [default: the cores].", "N", int, least=1),
     Option("deadline", "Time limit of each stage of a trial [default: 60s].", "60s"),
@@ -111,8 +111,8 @@ def settings_from(values: Mapping[str, Any], device: Device, **more: Any) -> Set
         "maps": not values["no_maps"],
         "plain": values.get("plain", False),
         "replay": not values.get("no_replay"),
-        "share_gpu": values.get("share_gpu", False),
-        "workers": _workers(values.get("workers", "1"), device, values["in_process"]),
+        "share_gpu": not values.get("no_share_gpu"),
+        "workers": _workers(values, device),
         **_shard(values.get("shard")),
     }
     return settings.Settings(**{**fields, **more})
@@ -147,11 +147,12 @@ def _shard(text: str | None) -> dict[str, int]:
     return {"shard": int(number) - 1, "shards": int(count)}
 
 
-def _workers(text: str, device: Device, in_process: bool) -> int:
+def _workers(values: Mapping[str, Any], device: Device) -> int:
+    text: str = values.get("workers", "1")
     if text == "auto":
         from attnfuzz.harness.campaign.workers import auto_workers
 
-        return 1 if in_process else auto_workers(device)
+        return 1 if values["in_process"] else auto_workers(device, share_gpu=not values.get("no_share_gpu"))
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_WORKERS:
         raise reject("workers", text, f"it is not a number from 1 to {_MOST_WORKERS}, nor auto", "give a number, or auto")
     return int(text)

@@ -138,12 +138,10 @@ class WorkerProcesses(WorkerGroup):
             connection.send(self._assignment)
 
     def _started_sharing(self) -> Sharing | NotShared | None:
-        """Start what workers share GPUs by; returns why not, or None where that is not wanted."""
-        if not self._context.settings.share_gpu:
+        """Start what workers share GPUs by; returns why not, or None where that is not wanted, or no GPU has several workers."""
+        if not self._context.settings.share_gpu or self._lender is None or not self._several_on_a_gpu():
             return None
         try:
-            if not self._several_on_a_gpu() or self._lender is None:
-                raise NotShared("no GPU has several workers")
             # The mark and the folder of this run: its reaper ends the server however this process ends.
             return sharing.start(Path(self._lender.folder) / "mps", {reaper.MARK: self._lender.run}, self._gpus)
         except NotShared as reason:

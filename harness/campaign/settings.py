@@ -122,8 +122,8 @@ class Settings:
     """Bytes that a child process may hold; by default half of the machine's memory, shared by xdist's workers."""
     workers: int = 1
     """Processes that draw Cases and run them; with 1, this process draws."""
-    share_gpu: bool = False
-    """Start a server of CUDA's MPS, by which workers run on a GPU at the same time, until one of them breaks it."""
+    share_gpu: bool = True
+    """Where a GPU has several workers, start a server of CUDA's MPS, by which they use it at once, until one breaks it."""
     shrink: float | None = None
     """Seconds that shrinking one failure may take, by default as the profile says."""
     all_variants: bool = False

@@ -7,24 +7,30 @@ import os
 from attnfuzz.harness.campaign.rounds import EXAMPLES
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.core.gpus import free_memory, gpus
+from attnfuzz.harness.isolation.sharing import obstacle
 from attnfuzz.kernels.contract import Device
 
 __all__ = ["auto_workers", "useful_workers"]
 
 _PER_GPU = 16
 """Most workers of one GPU; more have not been measured."""
-_OF_CORES = {"cpu": 1.0, "cuda": 0.75}
+_OF_CORES, _SHARED = {"cpu": 1.0, "cuda": 0.75}, 0.875
 """Workers for each core. With a GPU, a worker and its child want a core at the same time: on one H100 and 16 cores, 8, 12 and 16
-workers tried 8,400, 11,000 and 10,200 Cases of three kernels in half a minute (docs/performance.md)."""
+workers tried 8,400, 11,000 and 10,200 Cases of three kernels in half a minute. Where they share the GPU by MPS, a child waits
+less: on an H200 and 16 cores, 14 tried 1,540 a second and 16 not more (docs/performance.md)."""
 _GPU_MIB = 5 << 10
 """MiB of a worker on its GPU: the contexts of its child and of the next, and the tensors of a batch."""
 _HOST_BYTES = 3 << 29
 """Memory of a worker: its own, its children's, and the process that forks them."""
 
 
-def auto_workers(device: Device) -> int:
-    """Return the number of workers for `device`: by the cores, fewer where memory of the host or of the GPUs is short."""
-    cores = max(1, int(len(os.sched_getaffinity(0)) * _OF_CORES[device]))
+def auto_workers(device: Device, *, share_gpu: bool = False) -> int:
+    """Return the number of workers for `device`: by the cores, fewer where memory of the host or of the GPUs is short.
+
+    `share_gpu`: they are to share GPUs by CUDA's MPS, as far as a server can be started here.
+    """
+    shared = device == "cuda" and share_gpu and obstacle() is None
+    cores = max(1, int(len(os.sched_getaffinity(0)) * (_SHARED if shared else _OF_CORES[device])))
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     most = max(1, min(cores, host // 2 // _HOST_BYTES))
     if device == "cuda":

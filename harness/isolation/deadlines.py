@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
+from collections.abc import Mapping
 
 from attnfuzz.strategies.case import Case
 
@@ -16,6 +17,9 @@ _FLOOR, _TIMES_USUAL, _ENOUGH, _REMEMBERED = 0.5, 20.0, 3, 50
 """A stage is suspected to hang after 20 times its usual time, and half a second at least."""
 _TIMES_MEDIAN, _TIMES_LONGEST, _LATEST = 10.0, 4.0, 10
 """Where it is known to hang: after ten times the median, and four times the longest, of the latest Cases of no more scores."""
+_LEAST_SHARED = 30.0
+"""Seconds that a stage may take where processes share the GPU: what only seems to hang would end sharing for all of them. On one
+H200, 10 s ended it for 16 workers after 87 s. What does hang costs one of the workers that time."""
 _CODES = 4096
 """Codes that are remembered to have run, the latest: where Cases have modifiers, nearly each has a code of its own."""
 _LARGER = 4
@@ -48,12 +52,10 @@ class Deadlines:
         self._most_scores: dict[str, int] = {}
         self._hangs: set[tuple[str, str]] = set()
 
-    def of(self, kernel: str, compile_key: str, scores: int, times: int = 1, *, least: float = 0.0) -> dict[str, float]:
+    def of(self, kernel: str, compile_key: str, scores: int, times: int = 1) -> dict[str, float]:
         """Return a multiple of each stage's usual time, for so many Cases; the full deadline for what was not run yet.
 
-        That is code, and a Case with many more `scores` than others: with a GPU that other processes use, it takes far longer.
-        A multiple is never less than `least` seconds, unless the full deadline is.
-        """
+        That is code, and a Case with many more `scores` than others: with a GPU that other processes use, it takes far longer."""
         deadlines = dict(self.full)
         seen = hash((kernel, compile_key)) in self._finished and scores <= _LARGER * self._most_scores.get(kernel, 0)
         for stage, full in self.full.items():
@@ -61,10 +63,14 @@ class Deadlines:
             # A compile is quick where its code is loaded already, and slow again in every new child.
             steady = stage != "compile" and len(usual) >= _ENOUGH and seen
             if self.is_known_to_hang(kernel, stage) and usual:
-                deadlines[stage] = min(full, max(least, times * max(_FLOOR, self._enough(kernel, stage, scores))))
+                deadlines[stage] = min(full, times * max(_FLOOR, self._enough(kernel, stage, scores)))
             elif steady:
-                deadlines[stage] = min(full, max(least, times * max(_FLOOR, _TIMES_USUAL * max(each for _, each in usual))))
+                deadlines[stage] = min(full, times * max(_FLOOR, _TIMES_USUAL * max(each for _, each in usual)))
         return deadlines
+
+    def shared(self, deadlines: Mapping[str, float]) -> dict[str, float]:
+        """Return those of a child that shares the GPU: half a minute at least, or the full deadline if that is less."""
+        return {stage: min(self.full.get(stage, each), max(each, _LEAST_SHARED)) for stage, each in deadlines.items()}
 
     def _enough(self, kernel: str, stage: str, scores: int) -> float:
         """Return seconds after which a Case counts as hanging where others have hung.

@@ -48,8 +48,6 @@ _LATEST = 8
 _MOST_REASONS, _REMEMBERED_PASTS = 20, 200
 _FEW = 8
 """Cases of a batch that run one by one where the harness failed for all of them together."""
-_LEAST_SHARED = 10.0
-"""Seconds that a stage may take where processes share the GPU: what only seems to hang would end sharing for all of them."""
 
 
 class Isolated:
@@ -108,7 +106,7 @@ class Isolated:
         kernel = registry.get(case.kernel)
         # An unsupported Case has no key: the child reports why.
         key = (case.kernel, compile_key_of(kernel, case.problem, case.config, self.device) or "")
-        task = self._task(case, self._deadlines.full if patient else self._deadlines_of(*key, scores_of(case)))
+        task = self._task(case, self._deadlines.full if patient else self._deadlines.of(*key, scores_of(case)))
         self._processes_of(case.kernel)
         if case.after:
             self.fresh()
@@ -243,7 +241,7 @@ class Isolated:
             return [self.finish()]
         kernel = registry.get(cases[0].kernel)
         keys = [(each.kernel, compile_key_of(kernel, each.problem, each.config, self.device) or "") for each in cases]
-        deadlines = [self._deadlines_of(*key, max(map(scores_of, cases)), len(cases)) for key in dict.fromkeys(keys)]
+        deadlines = [self._deadlines.of(*key, max(map(scores_of, cases)), len(cases)) for key in dict.fromkeys(keys)]
         longest = {stage: max(each[stage] for each in deadlines) for stage in self._deadlines.full}
         self._processes_of(kernel.name)
         running = self._supervisor.begin(self._batch_task(cases, known, longest))
@@ -260,11 +258,6 @@ class Isolated:
         for number, (case, key, verdict) in enumerate(zip(cases, keys, verdicts, strict=True)):
             self._learn(case, key, verdict, running.past.plus(cases[:number]) if verdict.failures else Past())
         return verdicts
-
-    def _deadlines_of(self, kernel: str, compile_key: str, scores: int, times: int = 1) -> dict[str, float]:
-        sharing = self._forkserver.sharing
-        least = _LEAST_SHARED if sharing is not None and sharing.on() else 0.0
-        return self._deadlines.of(kernel, compile_key, scores, times, least=least)
 
     def _processes_of(self, name: str, parcel: dict[str, Any] | None = None) -> None:
         """Have children of its own for a kernel that sets its processes up, before they make a tensor on the device."""
@@ -349,13 +342,15 @@ class Isolated:
             "device_name": self.describe()["device"],
             "memory_check": self._memory_check,
         }
-        return Task("attnfuzz.harness.isolation.tasks:trial", payload, deadlines, (case,))
+        return Task("attnfuzz.harness.isolation.tasks:trial", payload, deadlines, (case,), self._deadlines.shared(deadlines))
 
     def _batch_task(self, cases: Sequence[Case], known: Collection[Identity] | None, deadlines: Mapping[str, float]) -> Task:
         payload = self._task(cases[0], {}).payload | {"cases": [each.canonical() for each in cases]}
         if known is not None:
             payload["known"] = msgspec.to_builtins(sorted(known, key=repr))
-        return Task("attnfuzz.harness.isolation.tasks:trials", payload, deadlines, tuple(cases))
+        return Task(
+            "attnfuzz.harness.isolation.tasks:trials", payload, deadlines, tuple(cases), self._deadlines.shared(deadlines)
+        )
 
     def _doubtful(self, kernel: str, outcome: Outcome) -> bool:
         if isinstance(outcome, Death):

@@ -31,6 +31,7 @@ __all__ = [
     "Task",
     "death_failure",
     "exception_of",
+    "site_in",
 ]
 
 KERNEL_STAGES = ("start", "compile", "kernel", "end")
@@ -42,13 +43,21 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A call of `target` ("module:function") with `payload`; `deadlines` are the seconds that each stage may take."""
+    """A call of `target` ("module:function") with `payload`; `deadlines` are the seconds that each stage may take.
+
+    `shared`: those of a child that shares the GPU; None: no others.
+    """
 
     target: str
     payload: dict[str, Any]
     deadlines: Mapping[str, float]
     cases: tuple[Case, ...] = ()
     """What it builds or runs, in order: the process keeps them in its Past."""
+    shared: Mapping[str, float] | None = None
+
+    def deadlines_of(self, *, shares: bool) -> Mapping[str, float]:
+        """Return the deadlines in a child that shares the GPU, or does not."""
+        return self.deadlines if self.shared is None or not shares else self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +143,7 @@ class Death:
     @property
     def site(self) -> str | None:
         """ "file.py:function" of the innermost Python frame, where faulthandler printed a stack."""
-        frame = re.search(r"most recent call first\):\n\s+File \"([^\"]+)\", line \d+ in (\S+)", self.output)
-        return f"{os.path.basename(frame[1])}:{frame[2]}" if frame else None  # noqa: PTH119 - a name from another process
+        return site_in(self.output)
 
 
 Outcome = Reply | Error | Death
@@ -168,6 +176,12 @@ def exception_of(error: Error) -> Exception:
     """Return the exception that an Error stands for: a BadArgument as its own class, or else an ExecutionError with the trace."""
     kind = _EXCEPTIONS.get(error.type, ExecutionError)
     return kind(error.message if issubclass(kind, BadArgument) else f"{error.type}: {error.message}\n{error.trace}")
+
+
+def site_in(output: str) -> str | None:
+    """Return "file.py:function" of the innermost Python frame, where faulthandler printed a stack."""
+    frame = re.search(r"most recent call first\):\n\s+File \"([^\"]+)\", line \d+ in (\S+)", output)
+    return f"{os.path.basename(frame[1])}:{frame[2]}" if frame else None  # noqa: PTH119 - a name from another process
 
 
 def death_failure(kernel: str, death: Death) -> Failure:

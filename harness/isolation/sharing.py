@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CONTROL", "VARIABLES", "NotShared", "Sharing", "SharingEnd", "device_is_broken", "leave", "start"]
+__all__ = ["CONTROL", "VARIABLES", "NotShared", "Sharing", "SharingEnd", "device_is_broken", "leave", "obstacle", "start"]
 
 CONTROL = "nvidia-cuda-mps-control"
 _PIPES, _LOG = VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
@@ -126,6 +126,16 @@ class Sharing:
             )
 
 
+def obstacle() -> str | None:
+    """Return why no server can be started on this machine; None: one may."""
+    for name in VARIABLES:
+        if name in os.environ:
+            return f"{name} is set: an MPS server of the user's is left alone"
+    if (_USUAL / _SOCKET).exists():
+        return f"{_USUAL} has the pipes of an MPS server of the user's"
+    return f"{CONTROL} is not on the PATH" if shutil.which(CONTROL) is None else None
+
+
 def start(folder: Path, variables: Mapping[str, str], usable: Sequence[str]) -> Sharing:
     """Start a server with its pipes in `folder`, which is made.
 
@@ -137,13 +147,8 @@ def start(folder: Path, variables: Mapping[str, str], usable: Sequence[str]) -> 
     Raises:
         NotShared: there is one of the user's, its program is missing, or it does not start.
     """
-    for name in VARIABLES:
-        if name in os.environ:
-            raise NotShared(f"{name} is set: an MPS server of the user's is left alone")
-    if (_USUAL / _SOCKET).exists():
-        raise NotShared(f"{_USUAL} has the pipes of an MPS server of the user's")
-    if shutil.which(CONTROL) is None:
-        raise NotShared(f"{CONTROL} is not on the PATH")
+    if (reason := obstacle()) is not None:
+        raise NotShared(reason)
     if len(os.fsencode(folder / _LONGEST_NAME)) > _LONGEST_PATH:
         raise NotShared(f"the path of its sockets is too long: {folder}")
     environment = {**os.environ, **variables, **dict.fromkeys(VARIABLES, str(folder))}

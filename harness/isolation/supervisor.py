@@ -13,7 +13,7 @@ from attnfuzz.harness.isolation.child import Child, ChildError
 from attnfuzz.harness.isolation.children import START_DEADLINE, Children
 from attnfuzz.harness.isolation.disturbances import Disturbance
 from attnfuzz.harness.isolation.forkserver import Forkserver
-from attnfuzz.harness.isolation.outcomes import KERNEL_STAGES, Death, Error, Outcome, Past, Reply, Task
+from attnfuzz.harness.isolation.outcomes import KERNEL_STAGES, Death, Error, Outcome, Past, Reply, Task, site_in
 from attnfuzz.harness.isolation.stage_time import Pauses, StageTime
 from attnfuzz.harness.isolation.statistics import Statistics
 from attnfuzz.harness.isolation.wire import wait
@@ -300,7 +300,7 @@ class Supervisor:
             self._children.discard(child)
             raise _SharedError
         stage, since = _stage(child, running)
-        limit = running.task.deadlines.get(stage, START_DEADLINE)
+        limit = running.task.deadlines_of(shares=child.shares).get(stage, START_DEADLINE)
         times, held = running.time, child.memory()
         times.enter(stage, since)
         if (late := times.late(now, limit)) and now - times.looked < _LATE_TICK:
@@ -345,7 +345,7 @@ class Supervisor:
         doubtful = child.shares and why != "memory"
         if doubtful:
             # Before it is killed: that breaks the GPU for the others where its kernel does not end.
-            self._forkserver.end_sharing(f"a process ended in stage {stage}" if why == "exit" else f"{why} in stage {stage}")
+            self._forkserver.end_sharing(_reason(running.task, why, stage, seconds, site_in(child.tail())))
         item = child.item()
         printed, status = child.output_size(), child.kill()
         if (why == "pipe" or status == LOST_CONNECTION) and stage not in KERNEL_STAGES:
@@ -361,6 +361,13 @@ class Supervisor:
                 running.disturbed.append("killed")
             raise _NotBegunError(self._children.last_output)
         return Death(why, stage, seconds, limit, status, output, printed, item, stopped)
+
+
+def _reason(task: Task, why: str, stage: str, seconds: float, site: str | None) -> str:
+    """Return in words what ends sharing."""
+    where = f"stage {stage}" + (f" of {task.cases[-1].kernel}" if task.cases else "")
+    what = f"a process ended in {where}" if why == "exit" else f"{why} in {where}"
+    return f"{what}, after {seconds:.1f} s" + (f", at {site}" if site else "")
 
 
 def _stage(child: Child, running: Running) -> tuple[str, float]:

@@ -102,7 +102,7 @@ def campaign(
     for each in own:
         registry.register(each)
     try:
-        settings = Settings(**{"plain": True, "deadline": 5.0, "out": str(out) if out else None, **changed})
+        settings = Settings(**{"plain": True, "deadline": 5.0, "share_gpu": False, "out": str(out) if out else None, **changed})
         names = [each if isinstance(each, str) else each.name for each in kernels]
         return run_campaign([registry.get(name) for name in names], settings, listener), events
     finally:

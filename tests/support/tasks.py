@@ -42,6 +42,13 @@ def late(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
     return "done", False
 
 
+def nap(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
+    """Do nothing for some seconds in the kernel's stage."""
+    enter("kernel")
+    time.sleep(payload["seconds"])
+    return "woken", False
+
+
 def noisy(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
     print("on stdout", flush=True)
     sys.stderr.write("on stderr\n")

@@ -150,6 +150,7 @@ def faults(
                     deadline=_DEADLINE[device],
                     memory=_MEMORY[device],
                     workers=workers,
+                    share_gpu=False,
                     shrink=_SHRINK,
                     budget=budget,
                     all_variants=True,

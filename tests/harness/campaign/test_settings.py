@@ -141,15 +141,19 @@ def test_settings_are_frozen() -> None:
         Settings().seed = 1  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("cores", "cpu", "cuda"), [(1, 1, 1), (2, 2, 1), (16, 16, 12), (64, 64, 32)])
+@pytest.mark.parametrize(("cores", "cpu", "cuda", "shared"), [(1, 1, 1, 1), (2, 2, 1, 1), (16, 16, 12, 14), (64, 64, 32, 32)])
 def test_workers_leave_cores_to_children_that_feed_a_gpu(
-    cores: int, cpu: int, cuda: int, monkeypatch: pytest.MonkeyPatch
+    cores: int, cpu: int, cuda: int, shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(workers.os, "sysconf", lambda name: 1 << 12 if name == "SC_PAGE_SIZE" else 1 << 30)
     monkeypatch.setattr(workers, "gpus", lambda: ("0", "1"))
     monkeypatch.setattr(workers, "free_memory", lambda _: None)
-    assert (workers.auto_workers("cpu"), workers.auto_workers("cuda")) == (cpu, cuda)
+    monkeypatch.setattr(workers, "obstacle", lambda: None)
+    assert (workers.auto_workers("cpu", share_gpu=True), workers.auto_workers("cuda")) == (cpu, cuda)
+    assert workers.auto_workers("cuda", share_gpu=True) == shared
+    monkeypatch.setattr(workers, "obstacle", lambda: "no server")
+    assert workers.auto_workers("cuda", share_gpu=True) == cuda
 
 
 def test_a_batch_on_a_gpu_can_be_made_smaller_but_not_larger() -> None:

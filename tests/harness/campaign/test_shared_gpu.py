@@ -131,13 +131,21 @@ def test_without_a_server_the_workers_do_not_share(server: FakeServer, monkeypat
 def test_one_worker_on_each_gpu_shares_nothing(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes.WorkerProcesses, "_several_on_a_gpu", _several_on_a_gpu)
     done, _ = campaign(["torch.reference_cpu"], None, max_examples=2, workers=2, share_gpu=True)
-    assert shared_gpu(done) == SharedGpu(None, "no GPU has several workers")
+    assert done.shared_gpu is None
+    assert server.calls == []
+
+
+def test_no_server_is_started_where_none_is_wanted(server: FakeServer, tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--max-examples", "2", "--workers", "2", "--no-share-gpu", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, ["run", "torch.reference_cpu", *options, "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["shared_gpu"] is None
     assert server.calls == []
 
 
 @pytest.mark.parametrize("as_json", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_says_for_how_long_its_workers_shared_the_gpu(as_json: bool, server: FakeServer, tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--max-examples", "2", "--workers", "2", "--share-gpu", "--out", str(tmp_path / "out")]
+    options = ["--device", "cpu", "--max-examples", "2", "--workers", "2", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(main, ["run", "torch.reference_cpu", *options, *(["--json"] if as_json else [])])
     assert result.exit_code == 0, result.output
     if as_json:
@@ -145,15 +153,8 @@ def test_a_run_says_for_how_long_its_workers_shared_the_gpu(as_json: bool, serve
         assert found["seconds"] > 0
         assert found["reason"] is None
     else:
-        assert "share_gpu=True" in result.output
         assert "the workers shared the GPU by MPS for " in result.output
     assert server.calls == [START, QUIT]
-
-
-def test_a_fleet_starts_no_server() -> None:
-    result = CliRunner().invoke(main, ["fleet", "torch.reference_cpu", "--share-gpu"])
-    assert result.exit_code == 2
-    assert "the workers of a fleet start no MPS server" in result.output
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,17 @@ def test_code_that_has_run_has_twenty_times_its_usual_time(code: str, scores: in
     assert learned().of("k", code, scores)["kernel"] == kernel
 
 
-@pytest.mark.parametrize(("full", "times", "kernel"), [(60.0, 1, 10.0), (5.0, 1, 5.0), (60.0, 10, 20.0)])
-def test_what_others_share_has_a_least_time(full: float, times: int, kernel: float) -> None:
+@pytest.mark.parametrize(("full", "times", "kernel"), [(60.0, 1, 30.0), (5.0, 1, 5.0), (60.0, 20, 40.0)])
+def test_a_process_that_shares_the_gpu_has_a_least_time(full: float, times: int, kernel: float) -> None:
     deadlines = Deadlines(full, None)
     for _ in range(3):
         deadlines.learn("k", "code", {"kernel": 0.1}, SCORES)
-    assert deadlines.of("k", "code", SCORES, times, least=10.0)["kernel"] == kernel
+    usual = deadlines.of("k", "code", SCORES, times)
+    assert usual["kernel"] == min(full, times * 2.0)
+    assert deadlines.shared(usual)["kernel"] == kernel
     deadlines.note_hang("k", "kernel")
-    assert deadlines.of("k", "code", SCORES, times, least=10.0)["kernel"] == min(full, 10.0)
+    assert deadlines.shared(deadlines.of("k", "code", SCORES, times))["kernel"] == min(full, 30.0)
+    assert deadlines.shared(deadlines.full) == deadlines.full
 
 
 def test_the_latest_codes_are_remembered() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +22,6 @@ from support.paths import TESTS
 
 from attnfuzz.harness.isolation import reaper, sharing, worker
 from attnfuzz.harness.isolation import supervisor as supervisor_module
-from attnfuzz.harness.isolation.deadlines import Deadlines
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.outcomes import Death, Error, Reply, Task
@@ -236,22 +237,43 @@ def test_a_stage_that_only_takes_longer_than_usual_ends_no_sharing(shared: Shari
         registry.unregister(SLOW_AT_THREE_KEYS.name)
 
 
-def test_a_stage_has_its_least_time_alone_and_in_batches_until_sharing_ends(
-    shared: Sharing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    least: list[float] = []
-    of = Deadlines.of
-    monkeypatch.setattr(Deadlines, "of", lambda *a, **more: (least.append(more["least"]), of(*a, **more))[1])
+def test_each_task_has_a_least_time_where_its_child_shares(shared: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks: list[Task] = []
+    begin = Supervisor.begin
+    monkeypatch.setattr(Supervisor, "begin", lambda self, task, **more: (tasks.append(task), begin(self, task, **more))[1])
     kernel = registry.get("torch.reference_cpu")
     problem = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=16, dtype="float32")
     case = Case(kernel=kernel.name, problem=problem, config=kernel.configs(problem)[0])
     with closing(Isolated("cpu", variables=shared.variables, spares=0)) as executor:
-        for _ in range(2):
-            executor.begin(case)
+        for number in range(4):
+            executor.begin(replace(case, recipe=Recipe(seed=number)))
             executor.finish()
-            executor.batch([case, replace(case, recipe=Recipe(seed=1))])
-            shared.end("planted")
-    assert least == [10.0, 10.0, 0.0, 0.0]
+        executor.batch([case, replace(case, recipe=Recipe(seed=1))])
+    last = {each.target.partition(":")[2]: each for each in tasks}
+    for name in ("trial", "trials"):
+        assert last[name].deadlines_of(shares=False)["kernel"] < 10
+        assert last[name].deadlines_of(shares=True)["kernel"] == 30
+
+
+def test_a_hang_has_its_own_limit_in_a_child_that_shares(shared: Sharing, server: FakeServer) -> None:
+    with closing(Supervisor(Forkserver(["json"], shared.variables), memory=1 << 29)) as supervisor:
+        quick = dataclasses.replace(task("nap", 0.3, seconds=1.5), shared={**DEADLINES, "kernel": 20.0})
+        assert supervisor.run(quick) == Reply("woken")
+        assert shared.on()
+        shared.end("planted")
+        found = supervisor.run(quick)
+        assert isinstance(found, Death)
+        assert (found.why, found.limit) == ("hang", 0.3)
+
+
+def test_the_reason_names_the_kernel_the_time_and_the_place(shared: Sharing) -> None:
+    problem = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=16, dtype="float32")
+    with closing(Supervisor(Forkserver(["json"], shared.variables), memory=1 << 29)) as supervisor:
+        loop = task("dies_sharing", 0.3, how="loop")
+        supervisor.run(dataclasses.replace(loop, cases=(Case(kernel="acme.one", problem=problem),)))
+    ended = shared.ended()
+    assert ended is not None
+    assert re.fullmatch(r"hang in stage kernel of acme\.one, after \d\.\d s, at tasks\.py:\w+", ended.why), ended.why
 
 
 def test_sharing_ends_before_a_task_at_work_is_ended(shared: Sharing, server: FakeServer) -> None:
