@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
@@ -187,7 +188,7 @@ class Coordinator:
 
     def want(self, kernel: str, cases: Mapping[str, Case]) -> dict[str, KeyState]:
         """Queue compiles; returns the state of each key."""
-        return self.compiles.want(kernel, cases, drawn=True, soon=not self.states[kernel].tally.cases)
+        return self.compiles.want(kernel, cases, drawn=True, soon=not self.states[kernel].tried)
 
     def ready(self, kernel: str, keys: Collection[str]) -> set[str]:
         """Return those of `keys` that are compiled."""
@@ -198,8 +199,13 @@ class Coordinator:
         state = self.states[kernel]
         return state.enough or state.broken
 
+    def settle(self, seconds: float = math.inf) -> bool:
+        """Count what trials have shown, for at most `seconds`; returns whether all are counted."""
+        until = time.monotonic() + seconds
+        return all(state.settle(until) for state in self.states.values())
+
     def trial(self, kernel: str, phase: Phase, case: Case, verdict: Verdict) -> None:
-        """Count a trial, and pass it on."""
+        """Take note of a trial, and pass it on."""
         self.states[kernel].count(phase, case, verdict)
         self.context.listener(TrialFinished(kernel, phase, case, verdict))
         self.compiles.poll()
@@ -310,6 +316,7 @@ class LocalTurns:
     def end_turn(self, kernel: str, end: TurnEnd) -> None:
         """Report how a turn ended."""
         self._coordinator.end_turn(self._worker, kernel, end)
+        self._coordinator.settle()
 
     def broke(self, kernel: str, error: Exception) -> None:
         """Report an error that ends the trials of a kernel."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
 from collections.abc import Sequence
 
 from attnfuzz.harness.campaign.account import Times
@@ -28,6 +31,9 @@ from attnfuzz.strategies.case import Case
 
 __all__ = ["KernelState"]
 
+_MOST_UNCOUNTED = 1000
+"""Trials that wait to be counted, at most."""
+
 
 class KernelState:
     """Counts and findings of one kernel, and what is left to try.
@@ -49,7 +55,11 @@ class KernelState:
         left_behind: Sequence[LeftBehind] = (),
     ) -> None:
         self.kernel, self.plan, self._context = kernel, plan, context
-        self.tally, self._contrast = Tally(), Contrast()
+        self._tally, self._contrast = Tally(), Contrast()
+        self._uncounted = deque[tuple[Phase, Case, Verdict]]()
+        """Trials that `settle` counts."""
+        self.tried = False
+        """Whether some Case has been tried."""
         settings = context.settings
         self.findings = Findings(kernel, context.corpus, context.listener, settings.seed, context.shared)
         self.rounds = Rounds(settings.max_examples, settings.shard, settings.shards)
@@ -77,7 +87,7 @@ class KernelState:
         """Announce the kernel, once."""
         if not self.started:
             self.started = True
-            self._context.listener(KernelStarted(self.kernel.name, len(self.plan.variants), len(self._keys), self.tally))
+            self._context.listener(KernelStarted(self.kernel.name, len(self.plan.variants), len(self._keys), self._tally))
 
     def begin_turn(self, worker: int, until: float | None = None, *, workers: int = 1, seconds: float | None = None) -> Turn:
         """Count a worker as being at this kernel; returns its turn, with the Cases of earlier runs first.
@@ -166,13 +176,31 @@ class KernelState:
         return not (self.earlier or self.workers or drawn or not self.rounds.over)
 
     def count(self, phase: Phase, case: Case, verdict: Verdict) -> None:
-        """Count a trial."""
-        self.tally.add(phase, case, verdict)
-        self._contrast.add(phase, case, verdict)
+        """Take note of a trial: what it shows is counted later, by `settle`, since workers wait for answers meanwhile."""
+        self.tried = True
+        self._uncounted.append((phase, case, verdict))
+        if len(self._uncounted) > _MOST_UNCOUNTED:
+            self.settle()
         if phase in ("replay", "generate"):
             self.earlier.tried(case)
         if phase == "generate" and self._context.settings.max_examples is not None:
             self.rounds.tried(case.id)
+
+    def settle(self, until: float = math.inf) -> bool:
+        """Count trials until then (time.monotonic); returns whether all are counted."""
+        while self._uncounted:
+            if time.monotonic() >= until:
+                return False
+            trial = self._uncounted.popleft()
+            self._tally.add(*trial)
+            self._contrast.add(*trial)
+        return True
+
+    @property
+    def tally(self) -> Tally:
+        """Counts over all trials."""
+        self.settle()
+        return self._tally
 
     def close(self, before: Identity) -> Finding:
         """Close an open finding; it replaces case files of its failure that earlier runs could not shrink to their end.
@@ -217,6 +245,7 @@ class KernelState:
 
     def summary(self) -> KernelSummary:
         """Return counts and findings so far; a finding that is being shrunk is closed."""
+        self.settle()
         self.keep_refused()
         self.findings.close_all()
         self.findings.compare(self._contrast)

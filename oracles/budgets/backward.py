@@ -36,7 +36,7 @@ def backward(
     """Compute the budget of dQ, and add to the sums of dK and dV; `lean` leaves out parts for statistics.
 
     e = exp(delta + M_LSE + 4 eps (|s| + |LSE|)) - 1 bounds the recomputed P's relative error.
-    Values that repeat are rounded by one mantissa: w_b = u^2 P^2 / 3 and w_S = u^2 dS^2 / 3 are the largest that v is for any.
+    Values that repeat are rounded by one unit: w_b = h^2 / 3 with that of P, w_S with that of dS (`Rounding.repeated_ds`).
     dV: sigma^2 = v_b^T @ dO^2, tau^2 = ((n - 1) w_b)^T @ dO^2, H = (c_b (1 + e))^T |dO|
         B = (P e + flushed)^T |dO| + acc + lost(dO, P)
     E  = P ((1 + e) eps (4 (c' |dP| + sqrt(c') C) + 4 |dP - D|) + e |dP - D|) + flushed P,  C = |dO| |v|^T, c' = max(1, Dv / 16)
@@ -171,7 +171,7 @@ def _dv(
         assert sums.tau2 is not None
         n = neighbours(t.p.mT.contiguous(), u / 16, eta / 8).mT
         # Equal rows in other parts of the sequence are unknown here: assume as many in each part.
-        sums.tau2.baddbmm_(elsewhere(n, t).mul_(t.rounding.most_variance(t.p, v_b)).mT, d2)
+        sums.tau2.baddbmm_(elsewhere(n, t).mul_(t.rounding.true_variance(t.p, v_b)).mT, d2)
         if t.whole:
             sums.tau2.copy_(torch.maximum(sums.tau2, _known_roundings(t, v_b > 0, sums.sigma2)))
     if ties and not t.rounding.half:

@@ -51,7 +51,7 @@ def delta_error(t: Scores, f: Forward, p: OfP, deviations: Deviations) -> Delta:
     E2 = min(res^2 (1 - f) + f h^2 / 3, r^2), h^2 in place of h^2 / 3 where res <= h / 64
     det = sum_d dO (rd(O) - O) exp(-2 S / h^2)
     V_D = max(sum_d dO^2 E2, det^2) + sum_j v_f dP^2;  T_D = sum_d (n_d - 1) dO^2 E2 + sum_j (n - 1) w_f dP^2
-    w_f is the largest that v_f is for any mantissa
+    w_f as for tau^2 of O (`forward`)
     H_D = sum_d |dO| r + sum_j c_f |dP|, by tf32 c_f C with C = |dO| |v|^T: every entry of v is truncated separately
     B_D = sqrt(sum P e_f^2) sqrt(sum P dP^2 - D^2) + sum_d |dO| acc(O) + eps (6 + Dv / 16) sum_d |dO O| + flushed @ |dP|
           + lost(dO, O)

@@ -382,7 +382,7 @@ def _rounded_sum(t: Scores) -> torch.Tensor:
     Ties always count here: a sum of equal P is off by all of one rounding.
     """
     random = t.rounding.variance(t.e, t.form.eta, t.top)
-    repeated = (neighbours(t.e, t.form.u / 16) - 1).mul_(t.rounding.most_variance(t.e, random))
+    repeated = t.rounding.repeated(t.e, random, neighbours(t.e, t.form.u / 16))
     random = LAMBDA * random.sum(-1, keepdim=True).sqrt() + TIES * repeated.sum(-1, keepdim=True).sqrt()
     return (
         torch.minimum(random / t.l, torch.full_like(t.l, t.form.u * 1.01))
@@ -395,8 +395,8 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
 
     pi = P l, e_f = (e^delta - 1) e^Lambda;  where pi is the row's maximum, it is exactly 1
     Where P is divided by the row sum before its rounding, which is declared, pi = P and l = 1, and no pi is exact.
-    sigma^2 = var(pi) / l^2 @ v^2;  tau^2 = ((n - 1) v) / l^2 @ v^2, n the number of equal P in the row,
-        v = u^2 pi^2 / 3 the largest that var(pi) is for any mantissa
+    sigma^2 = var(pi) / l^2 @ v^2;  tau^2 = ((n - 1) w) / l^2 @ v^2, n the number of equal P in the row,
+        w = var(pi), or u^2 pi^2 / 3 where n > 8 (`Rounding.repeated`)
     H = cap(pi) / l @ |v|
     B = min( sqrt(sum P e_f^2) sqrt(P @ v^2 - O^2), max|v| + |O| ) + acc(M / 16 + 2, O, P @ |v|) + flushed @ |v| + lost(v, P)
         with ties, in float32, + repeated_sum(P) @ |v|
@@ -415,7 +415,7 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     noise = exact_units[0] @ v2 if exact_units else None
     tau2 = repeated = None
     if ties and t.rounding.half:
-        repeated = (neighbours(t.e, t.form.u / 16, t.form.eta / 8) - 1).mul_(t.rounding.most_variance(e / l, variance))
+        repeated = t.rounding.repeated(e / l, variance, neighbours(t.e, t.form.u / 16, t.form.eta / 8))
         tau2 = repeated @ v2
     v_most, v_sum = v_size.amax(1, keepdim=True), v_size.sum(1, keepdim=True)
     o, reorder, b = formulas.o_budget(pv, size, mean2, e_f2, v_most, v_sum, t.n_k, t.terms_k, t.rounding)

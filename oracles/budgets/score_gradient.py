@@ -106,7 +106,7 @@ def dq_dk(
         dk.b.baddbmm_(repeated_sum(x.d_s.mT.contiguous()), t.q_size, alpha=abs(t.only_scale) / t.part)
     if ties and t.rounding.half:
         assert r.own is not None
-        r.own = t.rounding.most_variance(x.d_s, r.own)
+        r.own = t.rounding.repeated_ds(r.size, r.own, _not_zero(scale))
         tau2 = (neighbours(x.d_s, u / 16, x.eta / 8) - 1).mul_(r.own) @ k2
         if r.of_p is not None:
             tau2 += (neighbours(t.p, u / 16) - 1).mul_(r.of_p) @ k2
@@ -156,7 +156,7 @@ class _Roundings:
     flushed_dk: torch.Tensor
     """Flushed values, here and in D."""
     own: torch.Tensor | None = None
-    """The mean square of its own rounding, if it was asked for; the largest of any mantissa, where values repeat."""
+    """The mean square of its own rounding, if it was asked for."""
     of_p: torch.Tensor | None = None
     """The part of `random` from P's rounding, where dS is taken from rounded P."""
 
@@ -253,8 +253,6 @@ def _known_of_ds(t: Scores, f: Forward, delta: Delta, deviations: Deviations) ->
     of_rounded = delta.d + (t.d_o * (torch.round(f.o / unit) * unit - f.o)).sum(-1, keepdim=True)
     ways = (delta.d, of_rounded) if delta.products is None else (delta.d, of_rounded, of_rounded + delta.products)
     scale = abs(t.scale)
-    # Where the scale is 0, nothing is rounded after it.
-    of_scale = scale.masked_fill(scale == 0, 1.0) if isinstance(scale, torch.Tensor) else scale or 1.0
     largest_q, largest_k = torch.zeros_like(t.q), torch.zeros_like(t.k)
     d_p = t.d_o @ t.v.mT
     rounded_p = None
@@ -267,12 +265,17 @@ def _known_of_ds(t: Scores, f: Forward, delta: Delta, deviations: Deviations) ->
             gap *= t.changed.slope
         exact = gap * t.p
         start = exact if rounded_p is None else gap.mul_(rounded_p)
-        for factor in (1.0, of_scale):
+        for factor in (1.0, _not_zero(scale)):
             steps = 2 * half_ulp(start * factor, t.form) / factor
             error = torch.round(start / steps).mul_(steps).sub_(exact)
             largest_q = torch.maximum(largest_q, (error @ t.k).abs_().mul_(scale))
             largest_k = torch.maximum(largest_k, (error.mT @ t.q).abs_().mul_(scale))
     return largest_q, largest_k
+
+
+def _not_zero(scale: Steps) -> Steps:
+    """Return the scale, 1 where it is 0: nothing is rounded after it then."""
+    return scale.masked_fill(scale == 0, 1.0) if isinstance(scale, torch.Tensor) else scale or 1.0
 
 
 def _equal_rows(t: Scores, f: Forward) -> torch.Tensor:

@@ -1,0 +1,127 @@
+"""What trials have shown is counted while no worker waits for an answer, and before anything asks for it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from support.runs import FunctionExecutor
+
+from attnfuzz.harness.campaign import kernel_state
+from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.coordinator import Coordinator
+from attnfuzz.harness.campaign.coverage import Tally
+from attnfuzz.harness.campaign.events import Event, TrialFinished
+from attnfuzz.harness.campaign.group import GroupWorker, WorkerGroup
+from attnfuzz.harness.campaign.kernel_state import KernelState
+from attnfuzz.harness.campaign.plan import plan_of
+from attnfuzz.harness.campaign.process import Answer, Message
+from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.judge.verdict import Verdict
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.registry import get
+from attnfuzz.strategies.case import Case, Recipe
+
+KERNEL = get("torch.reference_cpu")
+PROBLEM = Problem(seqlens_q=(3,), seqlens_k=(5,), dim_qk=16, dim_v=16, dtype="float32")
+PASS = Verdict(status="pass", seconds={"kernel": 0.5})
+
+
+def case(number: int) -> Case:
+    return Case(kernel=KERNEL.name, problem=PROBLEM, config=KERNEL.configs(PROBLEM)[0], recipe=Recipe(seed=number))
+
+
+@pytest.fixture
+def state() -> KernelState:
+    settings = Settings(out=None, max_examples=9000)
+    return KernelState(KERNEL, plan_of(KERNEL, settings), CampaignContext(settings))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Case]:
+    cases: list[Case] = []
+    add = Tally.add
+    monkeypatch.setattr(Tally, "add", lambda self, phase, each, verdict: (cases.append(each), add(self, phase, each, verdict)))
+    return cases
+
+
+def test_trials_are_counted_in_order_once_they_are_asked_for(state: KernelState, counted: list[Case]) -> None:
+    for number in range(5):
+        state.count("generate", case(number), PASS)
+    state.count("shrink", case(9), PASS)
+    assert state.tried
+    assert not counted
+    assert (state.tally.cases, state.tally.shrink_cases, state.tally.stages) == (5, 1, {"kernel": 3.0})
+    assert counted == [*map(case, range(5)), case(9)]
+    state.count("generate", case(5), PASS)
+    summary = state.summary()
+    assert summary.cases == sum(summary.drawn["dtype"].values()) == 6
+
+
+def test_so_many_trials_wait_at_most(state: KernelState, counted: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_state, "_MOST_UNCOUNTED", 3)
+    for number in range(3):
+        state.count("generate", case(number), PASS)
+    assert not counted
+    state.count("generate", case(3), PASS)
+    assert len(counted) == 4
+
+
+def test_counting_ends_in_time_and_goes_on_where_it_ended(state: KernelState, counted: list[Case]) -> None:
+    coordinator = Coordinator(CampaignContext(Settings(out=None)), [state], FunctionExecutor(lambda _: PASS))
+    state.count("generate", case(0), PASS)
+    assert not coordinator.settle(0.0)
+    assert not counted
+    assert coordinator.settle()
+    assert coordinator.settle(0.0), "nothing is left"
+    assert len(counted) == 1
+
+
+class Scripted(GroupWorker):
+    """Sends messages, and notes how many trials were counted when it was answered."""
+
+    def __init__(self, messages: Iterable[Message], counted: list[Case]) -> None:
+        super().__init__(0)
+        self.messages, self._counted, self.answers = deque(messages), counted, list[tuple[Any, int]]()
+
+    def receive(self) -> Message:
+        return self.messages.popleft()
+
+    def send(self, answer: Answer) -> None:
+        self.answers.append((answer.value, len(self._counted)))
+
+
+class ScriptedGroup(WorkerGroup):
+    def __init__(self, context: CampaignContext, worker: Scripted) -> None:
+        super().__init__(context, 1)
+        self._numbers.clear()
+        self._living, self._worker, self.waits = [worker], worker, list[float]()
+
+    def _heard(self, seconds: float) -> Iterable[GroupWorker]:
+        self.waits.append(seconds)
+        return [self._worker] if self._worker.messages else []
+
+
+def test_a_worker_is_answered_before_its_trials_are_counted(
+    state: KernelState, counted: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Event] = []
+    trials = tuple(("trial", (KERNEL.name, "generate", case(number), PASS)) for number in range(40))
+    context = CampaignContext(Settings(out=None), listener=events.append, end=time.monotonic() + 60)
+    worker = Scripted([Message((*trials, ("ready", (KERNEL.name, ["a key"]))), asks=True)] * 2, counted)
+    group, coordinator = ScriptedGroup(context, worker), Coordinator(context, [state], FunctionExecutor(lambda _: PASS))
+    add = Tally.add
+    monkeypatch.setattr(Tally, "add", lambda *a: (time.sleep(0.001), add(*a)))
+    for _ in range(2):
+        group._step(coordinator)
+    assert worker.answers == [(set(), 0), (set(), 0)]
+    assert sum(isinstance(each, TrialFinished) for each in events) == 80, "listeners have them at once"
+    while len(counted) < 80:
+        before = len(counted)
+        group._step(coordinator)
+        assert before < len(counted) <= before + 40, "in parts, between which it looks for messages"
+    assert group.waits[-1] > 0, "nothing is left to count"
+    assert set(group.waits[:-1]) == {0.0}
