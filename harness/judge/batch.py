@@ -14,49 +14,28 @@ from itertools import accumulate
 import torch
 from msgspec.structs import replace
 
-from attnfuzz.harness.judge.contract import why_unfit
 from attnfuzz.harness.judge.failure import BY_QUERY
 from attnfuzz.harness.judge.intervals import Side, compared, figures_of, place_of_lse
-from attnfuzz.harness.judge.truth import LOG_2, WHOLE, Truth, is_tiny
+from attnfuzz.harness.judge.together import FRAME, Launched, alike, parts, takes_gradient
+from attnfuzz.harness.judge.truth import LOG_2, Truth, is_tiny
 from attnfuzz.harness.judge.verdict import Figures, Verdict, four_digits
-from attnfuzz.kernels.contract import Config, Deviations, Inputs, Outputs
+from attnfuzz.kernels.contract import Deviations
 from attnfuzz.kernels.problem import SINKS, OutputName, Problem
-from attnfuzz.oracles import blockwise
 from attnfuzz.oracles.budgets.aggregate import SUMS, of_limits, sums_of_rows
 from attnfuzz.oracles.budgets.batch import BatchTruth, truth_of_batches
 from attnfuzz.oracles.budgets.bounds import Budget
 from attnfuzz.oracles.budgets.repeats import Generic, Repeats
 from attnfuzz.oracles.formats import Format, half_ulp
-from attnfuzz.oracles.frames import CHUNK
 from attnfuzz.oracles.fused import whole_of
 
-__all__ = ["Judged", "Launched", "judge_batch"]
+__all__ = ["Judged", "judge_batch"]
 
-_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 23}
-"""Scores of a frame: few enough for a CPU's cache, and many enough to fill a GPU."""
-_ELEMENTS = 1 << 18
-"""Elements of q, k, v and dO of the Cases judged at once on a CPU. Cases of up to 12 tokens a sequence take a third of their time
-alone then, those of up to 64 two thirds."""
-_MEMORY = 1 << 13
-"""Bytes of a GPU's memory for each of these elements, which is held some fifty times in 8 bytes at once: 5 % of it. A process
-that needs more gives it back after each batch, and takes it again. Half as many elements take 15 % more of a batch's time on an
-H100, and twice as many save nothing."""
 _CLEAR, _CLEAR_RATIO = 0.99, 0.999
 """Largest statistic, and largest error over its budget, of a Case that passes clearly."""
 _OVER = 1.001
 """Smallest error over its budget of a Case that is clearly beyond it: as in `judge`, equal values are counted then."""
 _COUNTS, _OF_SINKS = 5, 2
 _SINGLE = Format.of("float32")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Launched:
-    """A Case's kernel, inputs and outputs."""
-
-    kernel: str
-    inputs: Inputs
-    outputs: Outputs
-    config: Config
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,82 +78,17 @@ def judge_batch(launched: Sequence[Launched], deviations: Deviations, device: st
         For each Case its passing Verdict, equal to that of `judge`, or None.
     """
     results: list[Judged | None] = [None] * len(launched)
-    for alike in _alike(launched, deviations):
+    for group in alike(launched, deviations):
         # Cases beyond their budgets without ties are judged with them, those of all parts together.
-        numbers, beyond = alike, list[int]()
+        numbers, beyond = group, list[int]()
         for ties in (False, True):
-            for part in _parts(launched, numbers):
+            for part in parts(launched, numbers):
                 judged, over = _judged([launched[number] for number in part], deviations, device, ties=ties)
                 beyond += [part[at] for at in over]
                 for number, each in zip(part, judged, strict=True):
                     results[number] = each
             numbers, beyond = beyond, []
     return results
-
-
-def _alike(launched: Sequence[Launched], deviations: Deviations) -> list[list[int]]:
-    """Return the numbers of Cases to judge at once, unless they have too many elements: equal dtype, dims, outputs and device."""
-    of: dict[object, list[int]] = {}
-    for number, each in enumerate(launched):
-        p, where = each.inputs.problem, each.inputs.q.device
-        if _fits(p, where) and _has_gradient(each) and not why_unfit(each.kernel, each.inputs, each.outputs):
-            groups = p.groups if deviations.half_partials else 0
-            of.setdefault((p.dtype, p.dim_qk, p.dim_v, p.needs.outputs, where, groups), []).append(number)
-    return list(of.values())
-
-
-def _parts(launched: Sequence[Launched], numbers: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the numbers in parts of not too many elements; Cases of similar scores are together, which fill fewer frames."""
-    part: list[int] = []
-    taken = 0
-    for number in sorted(numbers, key=lambda number: _most_scores(launched[number].inputs.problem)):
-        size, most = _elements(launched[number].inputs.problem), _most_elements(launched[number].inputs.q.device)
-        if part and taken + size > most:
-            yield part
-            part, taken = [], 0
-        part.append(number)
-        taken += size
-    if part:
-        yield part
-
-
-@functools.cache
-def _most_elements(where: torch.device) -> int:
-    return torch.cuda.get_device_properties(where).total_memory // _MEMORY if where.type == "cuda" else _ELEMENTS
-
-
-def _most_scores(problem: Problem) -> int:
-    """Return the scores of the largest slot: of one sequence and key/value head."""
-    return problem.groups * max(n_q * n_k for n_q, n_k in zip(problem.seqlens_q, problem.seqlens_k, strict=True))
-
-
-def _elements(problem: Problem) -> int:
-    rows = problem.total_q * problem.heads + problem.total_k * problem.kv_heads
-    return rows * (problem.dim_qk + problem.dim_v)
-
-
-def _fits(problem: Problem, where: torch.device) -> bool:
-    """Whether a Case can be judged with others."""
-    if problem.score_mod is not None or problem.mask_mod is not None or problem.softcap:
-        return False
-    largest = _most_scores(problem)
-    within = largest * problem.kv_heads <= WHOLE and largest <= CHUNK[where.type]
-    return within and not blockwise.is_large(problem) and where.type in _CHUNK
-
-
-def _has_gradient(each: Launched) -> bool:
-    """Whether the gradient of the sinks is as the contract requires, where there is one."""
-    p, x = each.inputs.problem, each.inputs.q
-    if not _takes_gradient(p):
-        return True
-    got = each.outputs.d_captured[0] if len(each.outputs.d_captured) == 1 else None
-    if got is None or type(got) not in (torch.Tensor, torch.nn.Parameter) or got.layout is not torch.strided:
-        return False
-    return tuple(got.shape) == (p.heads,) and got.dtype in (torch.float32, x.dtype) and got.device == x.device
-
-
-def _takes_gradient(problem: Problem) -> bool:
-    return problem.sinks and bool({"dq", "dk", "dv"} & set(problem.needs.outputs))
 
 
 def _judged(
@@ -189,7 +103,7 @@ def _judged(
     form = Format.of(p.dtype)
     searched = [at for at, each in enumerate(problems) if _is_searched(each)]
     every = [each.inputs for each in launched]
-    batch = truth_of_batches(every, deviations, device, _CHUNK[where.type], searched, ties=ties)
+    batch = truth_of_batches(every, deviations, device, FRAME[where.type], searched, ties=ties)
     names = list(p.needs.outputs)
     with torch.inference_mode():
         truths = _truths(batch, names, deviations, form)
@@ -305,7 +219,7 @@ def _sums(batch: BatchTruth, pairs: list[tuple[torch.Tensor, Truth]], names: lis
 def _of_sinks(batch: BatchTruth, launched: Sequence[Launched]) -> torch.Tensor:
     """Return of each Case how many gradients of sinks are beyond their budgets, and the largest error over it, `(Cases, 2)`."""
     of, starts = batch.slots.batch_of_head, batch.slots.head_starts
-    taken = [_takes_gradient(each.inputs.problem) for each in launched]
+    taken = [takes_gradient(each.inputs.problem) for each in launched]
     if batch.sinks is None or not any(taken):
         return torch.zeros((0, _OF_SINKS), dtype=torch.float64)
     expected, m = batch.sinks
@@ -328,7 +242,7 @@ def _of_sinks(batch: BatchTruth, launched: Sequence[Launched]) -> torch.Tensor:
 
 def _captured(problem: Problem, numbers: Sequence[float]) -> dict[str, Figures] | None:
     """Return the figures of the sinks' gradient, from `_of_sinks`, or None unless all are clearly within their budgets."""
-    if not _takes_gradient(problem):
+    if not takes_gradient(problem):
         return {}
     over, worst = numbers
     return None if over or not worst <= _CLEAR_RATIO else {SINKS: Figures(elements=problem.heads, worst=four_digits(worst))}

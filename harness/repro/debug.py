@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.isolation.executors import InProcess
-from attnfuzz.harness.judge.batch import Judged, Launched
+from attnfuzz.harness.judge.batch import Judged
 from attnfuzz.harness.judge.contract import heads_first, why_unfit
+from attnfuzz.harness.judge.together import Launched
 from attnfuzz.harness.judge.truth import Truths
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, WentWrong

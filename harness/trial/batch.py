@@ -20,8 +20,9 @@ import torch
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.core.text import counted
-from attnfuzz.harness.judge.batch import Judged, Launched, judge_batch
+from attnfuzz.harness.judge.batch import Judged, judge_batch
 from attnfuzz.harness.judge.failure import Failure, Identity
+from attnfuzz.harness.judge.together import Launched
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong

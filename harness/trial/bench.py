@@ -15,9 +15,10 @@ import torch
 
 from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.core.text import encodable
-from attnfuzz.harness.judge.batch import Judged, Launched
+from attnfuzz.harness.judge.batch import Judged
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.judge import HeadTruths, Truth, Truths, judge, judge_by_oracle, truth
+from attnfuzz.harness.judge.together import Launched
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.build import build_by_roles, build_kernel

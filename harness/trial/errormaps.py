@@ -14,7 +14,7 @@ import torch
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.clock import Clock
-from attnfuzz.harness.judge.batch import Judged, Launched
+from attnfuzz.harness.judge.batch import Judged
 from attnfuzz.harness.judge.contract import broken_contract, heads_first
 from attnfuzz.harness.judge.diagnosis.region import tile_of
 from attnfuzz.harness.judge.errormap import (
@@ -37,6 +37,7 @@ from attnfuzz.harness.judge.errormap import (
 from attnfuzz.harness.judge.failure import BY_QUERY
 from attnfuzz.harness.judge.intervals import Measurement
 from attnfuzz.harness.judge.judge import HeadTruths, Truth, compare, outputs_of_head
+from attnfuzz.harness.judge.together import Launched
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, WentWrong, completed
 from attnfuzz.harness.trial.checks.unwritten import OTHER_FILL

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.clock import Clock
-from attnfuzz.harness.judge.batch import Launched
 from attnfuzz.harness.judge.judge import judge, truth
+from attnfuzz.harness.judge.together import Launched
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong, completed

@@ -14,10 +14,10 @@ import torch
 from msgspec.structs import replace
 
 from attnfuzz.harness.core.text import counted
-from attnfuzz.harness.judge.batch import Launched
 from attnfuzz.harness.judge.contract import heads_first, valid_rows
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, where
 from attnfuzz.harness.judge.judge import Truth, place_of
+from attnfuzz.harness.judge.together import Launched
 from attnfuzz.harness.judge.truth import flushed_sums
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bands import Bands

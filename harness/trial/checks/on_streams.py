@@ -24,9 +24,10 @@ from msgspec.structs import replace
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attnfuzz.harness.core.text import counted
-from attnfuzz.harness.judge.batch import Judged, Launched
+from attnfuzz.harness.judge.batch import Judged
 from attnfuzz.harness.judge.contract import valid_rows
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
+from attnfuzz.harness.judge.together import Launched
 from attnfuzz.harness.trial.bands import Bands, memory
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.checks.calls import alike, cloned, compared, plain

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnfuzz.harness.judge.batch import Launched
+from attnfuzz.harness.judge.together import Launched
 from attnfuzz.harness.trial.bench import Bench, Steps
 from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 

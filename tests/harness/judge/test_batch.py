@@ -17,8 +17,10 @@ from support.emulated.whole import WIDE, Emulated
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnfuzz.harness.judge import batch as batching
-from attnfuzz.harness.judge.batch import Judged, Launched, judge_batch
+from attnfuzz.harness.judge import together
+from attnfuzz.harness.judge.batch import Judged, judge_batch
 from attnfuzz.harness.judge.judge import judge
+from attnfuzz.harness.judge.together import Launched
 from attnfuzz.harness.judge.truth import Truths, is_tiny, truth
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.inputs import materialise
@@ -171,7 +173,7 @@ def test_equal_values_of_cases_in_several_parts_are_counted_together(monkeypatch
     # Of each part of two, one Case is beyond its budgets without ties.
     every = [launched(problem, replace(recipe, seed=seed)) for seed in (1, 3, 2, 3)]
     monkeypatch.setattr(batching, "truth_of_batches", truths)
-    monkeypatch.setattr(batching, "_most_elements", lambda _: 2 * batching._elements(problem))
+    monkeypatch.setattr(together, "_most_elements", lambda _: 2 * together._elements(problem))
     judged = judge_batch(every, PLAIN, "cpu")
     assert [each and each.verdict for each in judged] == [alone(each) for each in every]
     assert calls == [(2, False), (2, False), (2, True)]
@@ -468,7 +470,7 @@ def test_modifiers_are_left_to_the_judge(change: dict) -> None:
 
 
 def test_what_fills_the_device_alone_is_left_to_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(batching.CHUNK, "cpu", 6000)
+    monkeypatch.setitem(together.CHUNK, "cpu", 6000)
     judged = judge_batch(mixed(), PLAIN, "cpu")
     sizes = [max(a * b for a, b in zip(p.seqlens_q, p.seqlens_k, strict=True)) * p.groups for p in MIXED]
     assert [each is None for each in judged] == [size > 6000 for size in sizes]
@@ -485,7 +487,7 @@ def test_many_elements_are_judged_in_several_batches(monkeypatch: pytest.MonkeyP
         "truth_of_batches",
         lambda batches, *rest, **named: calls.append(len(batches)) or counted(batches, *rest, **named),
     )
-    monkeypatch.setattr(batching, "_most_elements", lambda _: 40_000)
+    monkeypatch.setattr(together, "_most_elements", lambda _: 40_000)
     parts = judge_batch(every, PLAIN, "cpu")
     assert len(calls) > 1
     assert sum(calls) == len(every)
@@ -505,7 +507,7 @@ def test_parts_have_cases_of_similar_scores(monkeypatch: pytest.MonkeyPatch) -> 
         return counted(batches, *others, ties=ties)
 
     monkeypatch.setattr(batching, "truth_of_batches", truths)
-    monkeypatch.setattr(batching, "_most_elements", lambda _: 64 * 60 * 3)
+    monkeypatch.setattr(together, "_most_elements", lambda _: 64 * 60 * 3)
     judged = judge_batch(every, PLAIN, "cpu")
     assert seen == [[7, 9], [55], [60]]
     assert [each and each.verdict for each in judged] == [alone(each) for each in every]
@@ -540,8 +542,8 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_batch_costs_about_the_launches_of_one_case_and_waits_once(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(batching._CHUNK, "cpu", batching._CHUNK["cuda"])
-    monkeypatch.setattr(batching, "_most_elements", lambda _: 1 << 24)
+    monkeypatch.setitem(together.FRAME, "cpu", together.FRAME["cuda"])
+    monkeypatch.setattr(together, "_most_elements", lambda _: 1 << 24)
     every = [
         launched(replace(p, sinks=sinks and at % 2 == 0), Recipe(seed=seed)) for seed in range(4) for at, p in enumerate(MIXED)
     ]

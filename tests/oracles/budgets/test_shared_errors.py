@@ -14,8 +14,9 @@ torch = pytest.importorskip("torch")
 
 from msgspec.structs import replace  # noqa: E402
 
-from attnfuzz.harness.judge.batch import Launched, judge_batch  # noqa: E402
+from attnfuzz.harness.judge.batch import judge_batch  # noqa: E402
 from attnfuzz.harness.judge.judge import judge  # noqa: E402
+from attnfuzz.harness.judge.together import Launched  # noqa: E402
 from attnfuzz.harness.judge.truth import truth  # noqa: E402
 from attnfuzz.harness.trial.inputs import materialise  # noqa: E402
 from attnfuzz.kernels.contract import Config, Deviations, Inputs, Outputs  # noqa: E402

@@ -14,7 +14,8 @@ from support.emulated.sinks import kernel as with_sinks
 from support.emulated.whole import WIDE, Emulated
 from support.fused_c import Compiled, generated
 
-from attnfuzz.harness.judge.batch import Launched, judge_batch
+from attnfuzz.harness.judge.batch import judge_batch
+from attnfuzz.harness.judge.together import Launched
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels.contract import Config, Deviations, Outputs
 from attnfuzz.kernels.expressions.named import alibi

@@ -23,7 +23,8 @@ from support.on_streams import Around
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.clock import Clock
-from attnfuzz.harness.judge.batch import Judged, Launched
+from attnfuzz.harness.judge.batch import Judged
+from attnfuzz.harness.judge.together import Launched
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial import batch, side_streams
 from attnfuzz.harness.trial.bench import Bench, WentWrong, completed
