@@ -10,10 +10,11 @@ from attnfuzz.kernels.contract import Deviations
 from attnfuzz.oracles.budgets import backward_formulas as formulas
 from attnfuzz.oracles.budgets.captured import CapturedSums
 from attnfuzz.oracles.budgets.delta import Delta
-from attnfuzz.oracles.budgets.forward import Forward, Scores, repeated_sum
+from attnfuzz.oracles.budgets.forward import Forward
 from attnfuzz.oracles.budgets.forward_formulas import lost
-from attnfuzz.oracles.budgets.roundings import neighbours
+from attnfuzz.oracles.budgets.roundings import neighbours, repeated_sum
 from attnfuzz.oracles.budgets.score_gradient import Gradients, ScoreGradient, dq_dk, errors_of_rounded_p
+from attnfuzz.oracles.budgets.scores import Scores
 from attnfuzz.oracles.budgets.sums import Sums, add_partials, beyond, elsewhere
 from attnfuzz.oracles.formats import EPS, TF32, TINY, half_ulp
 from attnfuzz.oracles.frames import Steps

@@ -15,9 +15,10 @@ from attnfuzz.oracles.budgets.backward import backward
 from attnfuzz.oracles.budgets.batch_repeats import BatchRepeats
 from attnfuzz.oracles.budgets.bounds import PARTS, SUMS, Budget, of_sums, parts_of_rows, steps_of_rows
 from attnfuzz.oracles.budgets.delta import delta_error
-from attnfuzz.oracles.budgets.forward import Forward, Scores, forward, scores
+from attnfuzz.oracles.budgets.forward import Forward, forward
 from attnfuzz.oracles.budgets.roundings import Rounding
 from attnfuzz.oracles.budgets.score_gradient import Gradients
+from attnfuzz.oracles.budgets.scores import Scores, scores
 from attnfuzz.oracles.budgets.sinks import SlotSinks
 from attnfuzz.oracles.budgets.sums import Sums
 from attnfuzz.oracles.slots import Flat, SlotFrame, Slots, flat, integers, sinks_of

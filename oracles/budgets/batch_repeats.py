@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from attnfuzz.oracles.budgets.forward import Forward, Scores
+from attnfuzz.oracles.budgets.forward import Forward
 from attnfuzz.oracles.budgets.repeats import SAMPLED, Generic, anywhere, generic, repeated, sums_of_rows
 from attnfuzz.oracles.budgets.score_gradient import Gradients
+from attnfuzz.oracles.budgets.scores import Scores
 from attnfuzz.oracles.formats import Format
 from attnfuzz.oracles.frames import CHUNK, Frame, frames, key_range, rows_seeing, spread
 from attnfuzz.oracles.slots import Slots, grouped, integers, sent

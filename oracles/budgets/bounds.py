@@ -30,12 +30,13 @@ from attnfuzz.oracles.budgets.backward import backward
 from attnfuzz.oracles.budgets.captured import CapturedSums
 from attnfuzz.oracles.budgets.delta import delta_error
 from attnfuzz.oracles.budgets.doubts import Doubts
-from attnfuzz.oracles.budgets.forward import Forward, Scores, forward, scores
+from attnfuzz.oracles.budgets.forward import Forward, forward
 from attnfuzz.oracles.budgets.forward_formulas import sum_budget
 from attnfuzz.oracles.budgets.independence import Independence
 from attnfuzz.oracles.budgets.repeats import Repeats
 from attnfuzz.oracles.budgets.roundings import Rounding
 from attnfuzz.oracles.budgets.score_gradient import Gradients
+from attnfuzz.oracles.budgets.scores import Scores, scores
 from attnfuzz.oracles.budgets.sinks import PlacedWithSinks, SinkSums
 from attnfuzz.oracles.budgets.sums import Sums
 from attnfuzz.oracles.formats import half_ulp_of_sum

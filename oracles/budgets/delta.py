@@ -8,9 +8,10 @@ import torch
 
 from attnfuzz.kernels.contract import Deviations
 from attnfuzz.oracles.budgets import backward_formulas as formulas
-from attnfuzz.oracles.budgets.forward import Forward, OfP, Scores
+from attnfuzz.oracles.budgets.forward import Forward, OfP
 from attnfuzz.oracles.budgets.forward_formulas import difference
 from attnfuzz.oracles.budgets.roundings import neighbours
+from attnfuzz.oracles.budgets.scores import Scores
 from attnfuzz.oracles.fused import sums_of
 
 __all__ = ["Delta", "delta_error"]

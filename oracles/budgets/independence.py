@@ -39,7 +39,8 @@ import torch
 
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.oracles.budgets.delta import Delta
-from attnfuzz.oracles.budgets.forward import Forward, Scores
+from attnfuzz.oracles.budgets.forward import Forward
+from attnfuzz.oracles.budgets.scores import Scores
 from attnfuzz.oracles.formats import half_ulp, on_grid
 from attnfuzz.oracles.frames import Placed
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attnfuzz.oracles.budgets.forward import Forward, Scores
+from attnfuzz.oracles.budgets.forward import Forward
 from attnfuzz.oracles.budgets.roundings import direction, near, neighbours
 from attnfuzz.oracles.budgets.score_gradient import Gradients
+from attnfuzz.oracles.budgets.scores import Scores
 from attnfuzz.oracles.formats import LAST_BITS, Format, half_ulp
 from attnfuzz.oracles.frames import Placed
 from attnfuzz.oracles.fused import fused

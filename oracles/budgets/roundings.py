@@ -12,11 +12,11 @@ import torch
 
 from attnfuzz.kernels.contract import Deviations
 from attnfuzz.kernels.problem import Dtype
-from attnfuzz.oracles.formats import CUT_OF_TF32X3, OF_TF32X3, TF32, Format, half_ulp_of_sum
+from attnfuzz.oracles.formats import CUT_OF_TF32X3, EPS, OF_TF32X3, TF32, Format, half_ulp_of_sum
 from attnfuzz.oracles.frames import Steps
 from attnfuzz.oracles.fused import fused
 
-__all__ = ["VARIANCE", "Rounding", "direction", "near", "neighbours"]
+__all__ = ["VARIANCE", "Rounding", "direction", "near", "neighbours", "repeated_sum"]
 
 _FEW = 8
 """Values that repeat more often than that are few in their row."""
@@ -111,6 +111,14 @@ def neighbours(x: torch.Tensor, window: Steps, least: Steps = 0.0) -> torch.Tens
     distance, for values whose units do not shrink with them.
     """
     return _counted(x, *_around(x, window, least))
+
+
+def repeated_sum(x: torch.Tensor) -> torch.Tensor:
+    """Return eps / 2 (n - 1) |x|, n the count of each x in its row: equal terms of a float32 sum are rounded alike each time.
+
+    Added one after the other they are off by up to n / 2 eps of their sum; `accumulated` has half of that.
+    """
+    return (neighbours(x, EPS * x.shape[-1] / 2) - 1).mul_(x.abs()).mul_(EPS / 2)
 
 
 def near(x: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,10 @@ import torch
 from attnfuzz.kernels.contract import Deviations
 from attnfuzz.oracles.budgets import backward_formulas as formulas
 from attnfuzz.oracles.budgets.delta import Delta
-from attnfuzz.oracles.budgets.forward import Forward, Scores, at_least_one, repeated_sum
+from attnfuzz.oracles.budgets.forward import Forward
 from attnfuzz.oracles.budgets.forward_formulas import limited
-from attnfuzz.oracles.budgets.roundings import VARIANCE, direction, near, neighbours
+from attnfuzz.oracles.budgets.roundings import VARIANCE, direction, near, neighbours, repeated_sum
+from attnfuzz.oracles.budgets.scores import Scores
 from attnfuzz.oracles.budgets.sums import Sums, add_partials, beyond, elsewhere
 from attnfuzz.oracles.formats import half_ulp, half_ulp_of_sum, on_grid
 from attnfuzz.oracles.frames import Steps
@@ -118,7 +119,7 @@ def dq_dk(
         known_q, known_k = _known_of_ds(t, f, delta, deviations)
         tau2 = torch.maximum(tau2, beyond(known_q, sigma2))
         row_ties = _equal_rows(t, f)
-    over = r.size >= 0.999 * t.form.largest / at_least_one(scale)
+    over = r.size >= 0.999 * t.form.largest / _at_least_one(scale)
     endless = torch.maximum(over.any(-1, keepdim=True), t.lost_again)
     if delta.over is not None:
         endless = torch.maximum(endless, delta.over)
@@ -271,6 +272,11 @@ def _known_of_ds(t: Scores, f: Forward, delta: Delta, deviations: Deviations) ->
             largest_q = torch.maximum(largest_q, (error @ t.k).abs_().mul_(scale))
             largest_k = torch.maximum(largest_k, (error.mT @ t.q).abs_().mul_(scale))
     return largest_q, largest_k
+
+
+def _at_least_one(x: Steps) -> Steps:
+    """Return max(1, x)."""
+    return x.clamp(min=1.0) if isinstance(x, torch.Tensor) else max(1.0, x)
 
 
 def _not_zero(scale: Steps) -> Steps:

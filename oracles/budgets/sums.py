@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnfuzz.oracles.budgets.forward import Scores
 from attnfuzz.oracles.budgets.forward_formulas import TIES
+from attnfuzz.oracles.budgets.scores import Scores
 from attnfuzz.oracles.formats import half_ulp_of_sum
 from attnfuzz.oracles.frames import Steps
 
