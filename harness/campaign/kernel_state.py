@@ -180,7 +180,8 @@ class KernelState:
         self.tried = True
         self._uncounted.append((phase, case, verdict))
         if len(self._uncounted) > _MOST_UNCOUNTED:
-            self.settle()
+            # One for each that comes: to count all of them would take a tenth of a second at once.
+            self._count_next()
         if phase in ("replay", "generate"):
             self.earlier.tried(case)
         if phase == "generate" and self._context.settings.max_examples is not None:
@@ -191,10 +192,13 @@ class KernelState:
         while self._uncounted:
             if time.monotonic() >= until:
                 return False
-            trial = self._uncounted.popleft()
-            self._tally.add(*trial)
-            self._contrast.add(*trial)
+            self._count_next()
         return True
+
+    def _count_next(self) -> None:
+        trial = self._uncounted.popleft()
+        self._tally.add(*trial)
+        self._contrast.add(*trial)
 
     @property
     def tally(self) -> Tally:

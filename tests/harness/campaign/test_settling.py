@@ -61,13 +61,17 @@ def test_trials_are_counted_in_order_once_they_are_asked_for(state: KernelState,
     assert summary.cases == sum(summary.drawn["dtype"].values()) == 6
 
 
-def test_so_many_trials_wait_at_most(state: KernelState, counted: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_so_many_one_is_counted_for_each_that_comes(
+    state: KernelState, counted: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernel_state, "_MOST_UNCOUNTED", 3)
     for number in range(3):
         state.count("generate", case(number), PASS)
     assert not counted
-    state.count("generate", case(3), PASS)
-    assert len(counted) == 4
+    for number in range(3, 8):
+        state.count("generate", case(number), PASS)
+        assert counted == [*map(case, range(number - 2))]
+    assert state.tally.cases == 8
 
 
 def test_counting_ends_in_time_and_goes_on_where_it_ended(state: KernelState, counted: list[Case]) -> None:
