@@ -68,6 +68,14 @@ def start_process(
     return process, Connection(here.detach())
 
 
+def _server(folder: Path, variables: Mapping[str, str], usable: Sequence[str]) -> Sharing | NotShared:
+    """Start a server of MPS; returns why not."""
+    try:
+        return sharing.start(folder, variables, usable)
+    except NotShared as reason:
+        return reason
+
+
 class _Process(GroupWorker):
     """One worker's process."""
 
@@ -130,33 +138,43 @@ class WorkerProcesses(WorkerGroup):
 
     def _start(self, number: int) -> None:
         more = {"CUDA_VISIBLE_DEVICES": self._gpus[number % len(self._gpus)]} if self._gpus else {}
-        if isinstance(self._sharing, Sharing):
-            more |= self._sharing.variables
+        if self._sharing and isinstance(server := self._sharing[number % len(self._sharing)], Sharing):
+            more |= server.variables
         process, connection = start_process(sys.path, more, self._lender.lend() if self._lender else None)
         self._living.append(_Process(number, process, connection))
         with contextlib.suppress(OSError):  # it is gone already, which is noticed soon
             connection.send(self._assignment)
 
-    def _started_sharing(self) -> Sharing | NotShared | None:
-        """Start what workers share GPUs by; returns why not, or None where that is not wanted, or no GPU has several workers."""
+    def _started_sharing(self) -> list[Sharing | NotShared]:
+        """Start what workers share each GPU by, or say why not; none where that is not wanted, or no GPU has several workers.
+
+        Each GPU has a server of its own: a fault breaks the GPU for all processes of a server.
+        """
         if not self._context.settings.share_gpu or self._lender is None or not self._several_on_a_gpu():
-            return None
-        try:
-            # The mark and the folder of this run: its reaper ends the server however this process ends.
-            return sharing.start(Path(self._lender.folder) / "mps", {reaper.MARK: self._lender.run}, self._gpus)
-        except NotShared as reason:
-            return reason
+            return []
+        folder, names = Path(self._lender.folder), [f"mps{number}" for number in range(len(self._gpus))]
+        # The mark and the folder of this run: its reaper ends the servers however this process ends.
+        marks = {reaper.MARK: self._lender.run}
+        return [_server(folder / name, marks, self._gpus) for name in (names if len(names) > 1 else ["mps"])]
 
     def _several_on_a_gpu(self) -> bool:
         return self._context.settings.device == "cuda" and max(1, len(self._gpus)) < self._count
 
     def shared_gpu(self) -> SharedGpu | None:
-        """Return how long the workers have shared the GPU; None: they were not to."""
-        if self._sharing is None:
+        """Return how long the workers have shared the GPU, of several GPUs the one for the shortest; None: they were not to."""
+        each = [self._shared(server) for server in self._sharing]
+        if not each:
             return None
-        if isinstance(self._sharing, NotShared):
-            return SharedGpu(None, str(self._sharing))
-        if (ended := self._sharing.ended()) is None:
+        at, least = min(enumerate(each), key=lambda one: -1.0 if one[1].seconds is None else one[1].seconds)
+        if least.reason is None or len(each) == 1:
+            return least
+        gpu = self._gpus[at]
+        return replace(least, reason=f"{least.reason} ({gpu if gpu.startswith('GPU-') else f'GPU {gpu}'})")
+
+    def _shared(self, server: Sharing | NotShared) -> SharedGpu:
+        if isinstance(server, NotShared):
+            return SharedGpu(None, str(server))
+        if (ended := server.ended()) is None:
             return SharedGpu(time.monotonic() - self._began)
         # Tasks that are at work when the time of the campaign is over are ended, and sharing with the first of them.
         end = self._context.end
@@ -170,8 +188,9 @@ class WorkerProcesses(WorkerGroup):
     def close(self) -> None:
         """End every worker that is left, and what forks their template processes."""
         super().close()
-        if isinstance(self._sharing, Sharing):
-            self._sharing.close()
+        for server in self._sharing:
+            if isinstance(server, Sharing):
+                server.close()
         if self._lender:
             self._lender.close()
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,9 +108,9 @@ def test_an_end_before_that_of_the_budget_has_its_reason(left: float | None, rea
     group = processes.WorkerProcesses.__new__(processes.WorkerProcesses)
     now = time.monotonic()
     group._context, group._began = CampaignContext(Settings("cpu"), end=None if left is None else now + left), now - 5
-    group._sharing = Sharing(tmp_path)
+    group._sharing, group._gpus = [Sharing(tmp_path)], []
     assert shared_for(group.shared_gpu()) == (pytest.approx(5, abs=1), None), "it goes on"
-    group._sharing.end("hang")
+    group._sharing[0].end("hang")
     assert shared_for(group.shared_gpu()) == (pytest.approx(5, abs=1), reason)
 
 
@@ -168,6 +169,35 @@ def test_where_a_gpu_has_several_workers(device: Device, gpus: list[str], worker
     assert _several_on_a_gpu(group) == several
 
 
+def test_each_gpu_has_a_server_of_its_own(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = processes.WorkerProcesses.__new__(processes.WorkerProcesses)
+    started: list[str] = []
+    monkeypatch.setattr(
+        processes, "start_process", lambda _, more, __: started.append(Path(more[sharing.VARIABLES[0]]).name) or (None, PIPE)
+    )
+    group._context, group._began = CampaignContext(Settings("cuda", workers=5)), time.monotonic() - 5
+    group._gpus, group._count, group._living, group._assignment = ["GPU-a", "GPU-b"], 5, [], None
+    with tempfile.TemporaryDirectory() as folder:
+        group._lender = SimpleNamespace(folder=folder, run="a run", lend=lambda: None, close=lambda: None)
+        group._sharing = group._started_sharing()
+        assert server.calls == [START, START]
+        for number in range(4):
+            group._start(number)
+        assert started == ["mps0", "mps1", "mps0", "mps1"]
+        assert shared_for(group.shared_gpu()) == (pytest.approx(5, abs=2), None)
+        _, other = group._sharing
+        other.end("hang in stage kernel")
+        assert group._sharing[0].on()
+        assert shared_for(group.shared_gpu()) == (pytest.approx(5, abs=2), "hang in stage kernel (GPU-b)")
+        group._living.clear()
+        group.close()
+        assert server.calls[:3] == [START, START, QUIT]
+        assert all(each._process.poll() is not None for each in (other, group._sharing[0]))
+        group._gpus[1] = "1"
+        assert shared_for(group.shared_gpu())[1] == "hang in stage kernel (GPU 1)"
+
+
+PIPE = SimpleNamespace(send=lambda _: None)
 PROGRAM = """
 import sys, tempfile
 from pathlib import Path
