@@ -42,7 +42,7 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _run(plan: Plan, name: str, workers: str, seed: int) -> list[dict[str, Any]]:
-    count = auto_workers(plan.device) if workers == "auto" else int(workers)
+    count = auto_workers(plan.device, share_gpu=True) if workers == "auto" else int(workers)
     rows = accounts(run_command(plan, (name,), workers, seed), count)
     return [{"kernel": name, "workers": workers, "caches": plan.caches, **row} for row in rows]
 

@@ -199,14 +199,18 @@ class Coordinator:
         state = self.states[kernel]
         return state.enough or state.broken
 
-    def settle(self, seconds: float = math.inf) -> bool:
+    def count(self, seconds: float = math.inf) -> bool:
         """Count what trials have shown, for at most `seconds`; returns whether all are counted."""
         until = time.monotonic() + seconds
-        return all(state.settle(until) for state in self.states.values())
+        return all(state.count(until) for state in self.states.values())
 
     def trial(self, kernel: str, phase: Phase, case: Case, verdict: Verdict) -> None:
         """Take note of a trial, and pass it on."""
-        self.states[kernel].count(phase, case, verdict)
+        state = self.states[kernel]
+        state.note(phase, case, verdict)
+        if self._workers == 1:
+            # No other worker waits, and the record of the run has it at once.
+            state.count()
         self.context.listener(TrialFinished(kernel, phase, case, verdict))
         self.compiles.poll()
 
@@ -316,7 +320,6 @@ class LocalTurns:
     def end_turn(self, kernel: str, end: TurnEnd) -> None:
         """Report how a turn ended."""
         self._coordinator.end_turn(self._worker, kernel, end)
-        self._coordinator.settle()
 
     def broke(self, kernel: str, error: Exception) -> None:
         """Report an error that ends the trials of a kernel."""

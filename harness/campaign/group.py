@@ -25,7 +25,7 @@ from attnfuzz.kernels.problem import BadArgument
 
 __all__ = ["GroupWorker", "WorkerGroup", "WorkersLost"]
 
-_TICK, _SETTLE = 0.05, 0.003
+_TICK, _COUNT = 0.05, 0.003
 """Seconds to wait for a message, and to count trials between two looks at whether one has come."""
 _LAST_WORDS = 15.0
 """Seconds that a worker has to end after it was interrupted, or after the time of the campaign and its grace are over."""
@@ -150,7 +150,11 @@ class WorkerGroup:
     def _step(self, coordinator: Coordinator) -> None:
         coordinator.poll()
         # Workers wait for answers: what their trials have shown is counted while none does.
-        workers = list(self._heard(0.0)) or list(self._heard(_TICK if coordinator.settle(_SETTLE) else 0.0))
+        workers = list(self._heard(0.0))
+        if not workers:
+            with uninterrupted():
+                counted = coordinator.count(_COUNT)
+            workers = list(self._heard(_TICK if counted else 0.0))
         # Ctrl-C in the middle of a message would lose the rest of it, such as a failure whose case file is being written.
         with uninterrupted():
             for worker in workers:

@@ -57,7 +57,7 @@ class KernelState:
         self.kernel, self.plan, self._context = kernel, plan, context
         self._tally, self._contrast = Tally(), Contrast()
         self._uncounted = deque[tuple[Phase, Case, Verdict]]()
-        """Trials that `settle` counts."""
+        """Trials that are noted and not counted yet."""
         self.tried = False
         """Whether some Case has been tried."""
         settings = context.settings
@@ -175,8 +175,8 @@ class KernelState:
         drawn = any(self.ready.values()) or any(self.waiting.values())
         return not (self.earlier or self.workers or drawn or not self.rounds.over)
 
-    def count(self, phase: Phase, case: Case, verdict: Verdict) -> None:
-        """Take note of a trial: what it shows is counted later, by `settle`, since workers wait for answers meanwhile."""
+    def note(self, phase: Phase, case: Case, verdict: Verdict) -> None:
+        """Take note of a trial: what it shows is counted later, by `count`, since workers wait for answers meanwhile."""
         self.tried = True
         self._uncounted.append((phase, case, verdict))
         if len(self._uncounted) > _MOST_UNCOUNTED:
@@ -187,8 +187,8 @@ class KernelState:
         if phase == "generate" and self._context.settings.max_examples is not None:
             self.rounds.tried(case.id)
 
-    def settle(self, until: float = math.inf) -> bool:
-        """Count trials until then (time.monotonic); returns whether all are counted."""
+    def count(self, until: float = math.inf) -> bool:
+        """Count trials that were noted, until then (time.monotonic); returns whether all are counted."""
         while self._uncounted:
             if time.monotonic() >= until:
                 return False
@@ -203,7 +203,7 @@ class KernelState:
     @property
     def tally(self) -> Tally:
         """Counts over all trials."""
-        self.settle()
+        self.count()
         return self._tally
 
     def close(self, before: Identity) -> Finding:
@@ -249,7 +249,7 @@ class KernelState:
 
     def summary(self) -> KernelSummary:
         """Return counts and findings so far; a finding that is being shrunk is closed."""
-        self.settle()
+        self.count()
         self.keep_refused()
         self.findings.close_all()
         self.findings.compare(self._contrast)

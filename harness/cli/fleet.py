@@ -67,8 +67,7 @@ def fleet_command(
     if options["in_process"]:
         raise reject("in-process", True, "the workers of a fleet have processes of their own", "use attnfuzz run")
     most = None if options["workers"] == "auto" else settings_from(options, "cpu").workers
-    # A server of MPS is one node's, and workers are on many.
-    settings = settings_from({**options, "workers": "1", "no_share_gpu": True}, resolve_device(options["device"]))
+    settings = settings_from({**options, "workers": "1"}, resolve_device(options["device"]))
     asked = asked_for(kernels, more_kernels)
     known = None if options["ledger"] is None else known_failures(options["ledger"], asked.kernels, settings.device)
     file = None if options["table"] is None else writable(options["table"], "table")

@@ -55,7 +55,8 @@ class Deadlines:
     def of(self, kernel: str, compile_key: str, scores: int, times: int = 1) -> dict[str, float]:
         """Return a multiple of each stage's usual time, for so many Cases; the full deadline for what was not run yet.
 
-        That is code, and a Case with many more `scores` than others: with a GPU that other processes use, it takes far longer."""
+        That is code, and a Case with many more `scores` than others: with a GPU that other processes use, it takes far longer.
+        """
         deadlines = dict(self.full)
         seen = hash((kernel, compile_key)) in self._finished and scores <= _LARGER * self._most_scores.get(kernel, 0)
         for stage, full in self.full.items():

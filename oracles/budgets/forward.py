@@ -84,7 +84,8 @@ def forward(t: Scores, *, ties: bool, lean: bool = False) -> tuple[Forward, OfP]
     noise = exact_units[0] @ v2 if exact_units else None
     tau2 = repeated = None
     if ties and t.rounding.half:
-        repeated = t.rounding.repeated(e / l, variance, neighbours(t.e, t.form.u / 16, t.form.eta / 8))
+        counts = neighbours(t.e, t.form.u / 16, t.form.eta / 8)
+        repeated = (counts - 1).mul_(t.rounding.repeated(e / l, variance, counts))
         tau2 = repeated @ v2
     v_most, v_sum = v_size.amax(1, keepdim=True), v_size.sum(1, keepdim=True)
     o, reorder, b = formulas.o_budget(pv, size, mean2, e_f2, v_most, v_sum, t.n_k, t.terms_k, t.rounding)

@@ -19,7 +19,7 @@ from attnfuzz.oracles.fused import fused
 __all__ = ["VARIANCE", "Rounding", "direction", "near", "neighbours", "repeated_sum"]
 
 _FEW = 8
-"""Values that repeat more often than that are few in their row."""
+"""Where each value repeats more often in a row than that, the row has few values."""
 
 VARIANCE = 0.18
 """Mean square of a relative rounding error over u**2, for a log-uniform mantissa."""
@@ -73,12 +73,11 @@ class Rounding:
         return torch.maximum((x * x).mul_(self.form.u**2 / 3), variance).masked_fill_(variance == 0, 0.0)
 
     def repeated(self, x: torch.Tensor, variance: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return (n - 1) w of x >= 0, of which there are n = `counts` in a row: the part of tau^2 of x, whose unit is not known.
+        """Return the mean square of the rounding of x >= 0 on steps that are not known, of which there are `counts` in a row.
 
-        A few values may be on steps of any size: w is the largest mean square there. Of many pairs, w is `variance`, their mean.
+        A few values may all be where it is largest; many are, in the mean, as their `variance` says.
         """
-        worst = torch.where(counts > _FEW, self.most_variance(x, variance), variance)
-        return (counts - 1).mul_(worst)
+        return torch.where(counts > _FEW, self.most_variance(x, variance), variance)
 
     def repeated_ds(self, size: torch.Tensor, variance: torch.Tensor, scale: Steps) -> torch.Tensor:
         """Return the mean square of dS's rounding by its own unit, or by that of dS times the scale if that is more.

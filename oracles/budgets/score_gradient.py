@@ -107,8 +107,8 @@ def dq_dk(
         dk.b.baddbmm_(repeated_sum(x.d_s.mT.contiguous()), t.q_size, alpha=abs(t.only_scale) / t.part)
     if ties and t.rounding.half:
         assert r.own is not None
-        r.own = t.rounding.repeated_ds(r.size, r.own, _not_zero(scale))
-        tau2 = (neighbours(x.d_s, u / 16, x.eta / 8) - 1).mul_(r.own) @ k2
+        r.repeated = t.rounding.repeated_ds(r.size, r.own, _not_zero(scale))
+        tau2 = (neighbours(x.d_s, u / 16, x.eta / 8) - 1).mul_(r.repeated) @ k2
         if r.of_p is not None:
             tau2 += (neighbours(t.p, u / 16) - 1).mul_(r.of_p) @ k2
         if delta.tau2 is not None:
@@ -158,6 +158,8 @@ class _Roundings:
     """Flushed values, here and in D."""
     own: torch.Tensor | None = None
     """The mean square of its own rounding, if it was asked for."""
+    repeated: torch.Tensor | None = None
+    """As `own`, of values that repeat."""
     of_p: torch.Tensor | None = None
     """The part of `random` from P's rounding, where dS is taken from rounded P."""
 
@@ -228,9 +230,9 @@ def _dk(
                 sums.flush.baddbmm_(more.mT, q_size)
     if row_ties is not None and delta.tau2 is not None:
         assert sums.tau2 is not None
-        assert r.own is not None
+        assert r.repeated is not None
         n = neighbours(x.d_s.mT.contiguous(), t.form.u / 16, x.eta / 8).mT
-        sums.tau2.baddbmm_(elsewhere(n, t).mul_(r.own).mT, q2)
+        sums.tau2.baddbmm_(elsewhere(n, t).mul_(r.repeated).mT, q2)
         if r.of_p is not None:
             n = neighbours(t.p.mT.contiguous(), t.form.u / 16).mT
             sums.tau2.baddbmm_(elsewhere(n, t).mul_(r.of_p).mT, q2)

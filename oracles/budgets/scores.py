@@ -327,7 +327,8 @@ def _rounded_sum(t: Scores) -> torch.Tensor:
     Ties always count here: a sum of equal P is off by all of one rounding.
     """
     random = t.rounding.variance(t.e, t.form.eta, t.top)
-    repeated = t.rounding.repeated(t.e, random, neighbours(t.e, t.form.u / 16))
+    counts = neighbours(t.e, t.form.u / 16)
+    repeated = (counts - 1).mul_(t.rounding.repeated(t.e, random, counts))
     random = LAMBDA * random.sum(-1, keepdim=True).sqrt() + TIES * repeated.sum(-1, keepdim=True).sqrt()
     return (
         torch.minimum(random / t.l, torch.full_like(t.l, t.form.u * 1.01))

@@ -8,6 +8,7 @@ import pytest
 
 from attnfuzz.harness.campaign import workers
 from attnfuzz.harness.campaign.context import batch_for
+from attnfuzz.harness.campaign.options import OPTIONS, settings_from
 from attnfuzz.harness.campaign.settings import PROFILES, Settings, duration, profile
 from attnfuzz.kernels.problem import BadArgument
 
@@ -134,6 +135,16 @@ def test_a_negative_seed_is_refused() -> None:
 )
 def test_seconds(settings: Settings, seconds: float | None) -> None:
     assert settings.seconds == seconds
+
+
+def test_workers_share_a_gpu_unless_they_are_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(workers, "auto_workers", lambda _, *, share_gpu: asked.append(share_gpu) or 3)
+    values = {option.key: option.default for option in OPTIONS}
+    assert Settings().share_gpu
+    made = [settings_from({**values, "seed": 0, "no_share_gpu": off}, "cuda") for off in (False, True)]
+    assert [(each.share_gpu, each.workers) for each in made] == [(True, 3), (False, 3)]
+    assert asked == [True, False]
 
 
 def test_settings_are_frozen() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.process import Answer, Message
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.core.signals import interrupted_once
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.registry import get
@@ -50,13 +52,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Case]:
 
 def test_trials_are_counted_in_order_once_they_are_asked_for(state: KernelState, counted: list[Case]) -> None:
     for number in range(5):
-        state.count("generate", case(number), PASS)
-    state.count("shrink", case(9), PASS)
+        state.note("generate", case(number), PASS)
+    state.note("shrink", case(9), PASS)
     assert state.tried
     assert not counted
     assert (state.tally.cases, state.tally.shrink_cases, state.tally.stages) == (5, 1, {"kernel": 3.0})
     assert counted == [*map(case, range(5)), case(9)]
-    state.count("generate", case(5), PASS)
+    state.note("generate", case(5), PASS)
     summary = state.summary()
     assert summary.cases == sum(summary.drawn["dtype"].values()) == 6
 
@@ -66,21 +68,21 @@ def test_beyond_so_many_one_is_counted_for_each_that_comes(
 ) -> None:
     monkeypatch.setattr(kernel_state, "_MOST_UNCOUNTED", 3)
     for number in range(3):
-        state.count("generate", case(number), PASS)
+        state.note("generate", case(number), PASS)
     assert not counted
     for number in range(3, 8):
-        state.count("generate", case(number), PASS)
+        state.note("generate", case(number), PASS)
         assert counted == [*map(case, range(number - 2))]
     assert state.tally.cases == 8
 
 
 def test_counting_ends_in_time_and_goes_on_where_it_ended(state: KernelState, counted: list[Case]) -> None:
     coordinator = Coordinator(CampaignContext(Settings(out=None)), [state], FunctionExecutor(lambda _: PASS))
-    state.count("generate", case(0), PASS)
-    assert not coordinator.settle(0.0)
+    state.note("generate", case(0), PASS)
+    assert not coordinator.count(0.0)
     assert not counted
-    assert coordinator.settle()
-    assert coordinator.settle(0.0), "nothing is left"
+    assert coordinator.count()
+    assert coordinator.count(0.0), "nothing is left"
     assert len(counted) == 1
 
 
@@ -116,7 +118,7 @@ def test_a_worker_is_answered_before_its_trials_are_counted(
     trials = tuple(("trial", (KERNEL.name, "generate", case(number), PASS)) for number in range(40))
     context = CampaignContext(Settings(out=None), listener=events.append, end=time.monotonic() + 60)
     worker = Scripted([Message((*trials, ("ready", (KERNEL.name, ["a key"]))), asks=True)] * 2, counted)
-    group, coordinator = ScriptedGroup(context, worker), Coordinator(context, [state], FunctionExecutor(lambda _: PASS))
+    group, coordinator = ScriptedGroup(context, worker), Coordinator(context, [state], FunctionExecutor(lambda _: PASS), 2)
     add = Tally.add
     monkeypatch.setattr(Tally, "add", lambda *a: (time.sleep(0.001), add(*a)))
     for _ in range(2):
@@ -129,3 +131,39 @@ def test_a_worker_is_answered_before_its_trials_are_counted(
         assert before < len(counted) <= before + 40, "in parts, between which it looks for messages"
     assert group.waits[-1] > 0, "nothing is left to count"
     assert set(group.waits[:-1]) == {0.0}
+
+
+def test_the_only_worker_has_its_trials_counted_at_once(state: KernelState, counted: list[Case]) -> None:
+    """The record of a run that is killed has them: the tally that its events pass on is read while they wait."""
+    coordinator = Coordinator(CampaignContext(Settings(out=None)), [state], FunctionExecutor(lambda _: PASS), 1)
+    coordinator.trial(KERNEL.name, "generate", case(0), PASS)
+    assert (state._tally.cases, len(counted)) == (1, 1)
+
+
+def test_counting_is_not_interrupted(state: KernelState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle counted a trial by half."""
+    context = CampaignContext(Settings(out=None), end=time.monotonic() + 60)
+    coordinator = Coordinator(context, [state], FunctionExecutor(lambda _: PASS), 2)
+    group = ScriptedGroup(context, Scripted([], []))
+    add = Tally.add
+
+    def interrupted(self: Tally, *trial: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        add(self, *trial)
+
+    monkeypatch.setattr(Tally, "add", interrupted)
+    state.note("generate", case(0), PASS)
+    with interrupted_once(), pytest.raises(KeyboardInterrupt):
+        group._step(coordinator)
+    assert state._tally.cases == 1
+    assert not state._uncounted
+
+
+def test_a_summary_compares_all_cases(state: KernelState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failing Cases have in common is known of those alone that are counted."""
+    seen: list[int] = []
+    monkeypatch.setattr(type(state.findings), "compare", lambda _, contrast: seen.append(contrast._seen))
+    for number in range(4):
+        state.note("generate", case(number), PASS)
+    state.summary()
+    assert seen == [4]
