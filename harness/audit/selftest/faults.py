@@ -150,6 +150,7 @@ def faults(
                     deadline=_DEADLINE[device],
                     memory=_MEMORY[device],
                     workers=workers,
+                    # Each row is of what its own processes do.
                     share_gpu=False,
                     shrink=_SHRINK,
                     budget=budget,
