@@ -35,10 +35,8 @@ CUDA_PASSES = {"tl.enable_fast_math": True, "tl.force_let_inline": True}
 """Fast exp2 and division of the hardware: 2 units off, subnormal float32 flushed, which every budget allows for. Lets inlined:
 otherwise a tile's atomic addition under a condition lacks the definitions of lengths."""
 WARPGROUP = 128
-"""Threads of the warpgroup that TileLang reserves for loading. All its warps wait for each barrier of a step, though only one
-thread copies, and nothing keeps them within one phase of it: a warp that misses two phases waits without end. Blocks of fewer
-threads, many per multiprocessor and with steps of some 100 ns, hung so on an H200 (2 of 11 runs); they load without it.
-"""
+"""Threads of the warpgroup that TileLang reserves for loading; blocks of fewer threads load without one, since they hung before
+only the warp that copies waited (loading.py)."""
 TEXT_MAX = 4000
 """Characters of an error, and of the compiler's output, that a BuildError holds: TileLang appends whole sources."""
 
@@ -119,7 +117,10 @@ def cuda_passes(module: ModuleType, options: dict[str, Any]) -> dict[str, bool]:
 def _for_cuda(func: Any, passes: dict[str, bool]) -> Launch:
     import tilelang
 
-    launch: Launch = tilelang.compile(func, target="cuda", pass_configs=passes)
+    from attnfuzz.kernels.tilelang.loading import copying_warp_waits, marked
+
+    with copying_warp_waits():
+        launch: Launch = tilelang.compile(marked(func), target="cuda", pass_configs=passes)
     return launch
 
 

@@ -19,6 +19,7 @@ from attnfuzz.kernels.contract import BuildError
 from attnfuzz.kernels.lowering import MachineCode, Required, Unit
 from attnfuzz.kernels.support.compiler_output import captured
 from attnfuzz.kernels.tilelang.build import cuda_passes
+from attnfuzz.kernels.tilelang.loading import copying_warp_waits, marked
 
 __all__ = ["cannot_lower", "find_nvcc", "nvcc_version", "units"]
 
@@ -81,7 +82,7 @@ class _Unit:
         os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
         with captured() as log:
             try:
-                return getattr(self._module, self._factory)(**self._options)
+                return marked(getattr(self._module, self._factory)(**self._options))
             except Exception as error:  # the front end raises unrelated types
                 raise BuildError(_text(error, log)) from error
 
@@ -124,7 +125,7 @@ class _Unit:
         from tvm.target import Target
 
         target = Target({"kind": "cuda", "arch": self._arch})
-        with tilelang.transform.PassContext(opt_level=3, config=self._passes), target:
+        with tilelang.transform.PassContext(opt_level=3, config=self._passes), target, copying_warp_waits():
             return tilelang.lower(func, target=target)
 
 

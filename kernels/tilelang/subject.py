@@ -24,7 +24,7 @@ __all__ = ["CAPABILITIES", "SHARED_BYTES_MAX", "DeviceCode", "Function", "TileLa
 DeviceCode = Callable[[], ModuleType]
 """Returns the module with a kernel's device functions: its own, or an edited copy of it."""
 _HERE = Path(__file__).parent
-_SHARED = ("subject.py", "cpu.py", "cpu_floats.py", "build.py")
+_SHARED = ("subject.py", "cpu.py", "cpu_floats.py", "build.py", "loading.py")
 
 CAPABILITIES = Capabilities(
     dtypes=("float16", "bfloat16", "float32"),

@@ -1,7 +1,7 @@
 """Lower a PrimFunc up to the point at which warp roles and mbarriers are explicit and tile operations are still whole.
 
-TileLang's own CUDA pipeline runs, up to and including its automatic warp specialisation. A function whose roles are written by
-hand passes it without a change; every later pass is skipped.
+TileLang's own CUDA pipeline runs, up to and including its automatic warp specialisation and the guard of loading.py. A function
+whose roles are written by hand passes it without a change; every later pass is skipped.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from attnfuzz.kernels.contract import BuildError
 from attnfuzz.kernels.support.absent import Absent
+from attnfuzz.kernels.tilelang.loading import copying_warp_waits
 
 try:
     import tilelang
@@ -45,7 +46,8 @@ def lowered(func: Any, passes: dict[str, Any]) -> Any:
     stop = _Stop()
     target = Target({"kind": "cuda", "arch": "sm_100a" if by_hand else "sm_90a"})
     options = {**passes, **({"tl.disable_warp_specialized": True} if by_hand else {})}
-    with tilelang.transform.PassContext(opt_level=3, config=options, instruments=[_instrument(stop)]), target:
+    context = tilelang.transform.PassContext(opt_level=3, config=options, instruments=[_instrument(stop)])
+    with context, target, copying_warp_waits():
         CUDAPassPipelineBodyPrologue(IRModule({func.attrs["global_symbol"]: func}), target)
     if stop.module is None:
         raise BuildError(f"TileLang {tilelang.__version__} has no pass {NEXT_PASS}: roles cannot be executed; install 0.1.15")

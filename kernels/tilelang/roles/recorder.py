@@ -1,6 +1,7 @@
 """Record the steps of a block's roles: warps that take the same branches are one role.
 
-A role is assumed to be synchronised within itself: TileLang adds the barriers among the threads that share a tile operation.
+A role that computes is assumed to be synchronised within itself: TileLang adds the barriers among the threads that share a tile
+operation. Nothing synchronises warps that only copy or start products: the first does that, the others are a role of their own.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def record_block(
     """
     own = _Block(translation, numbers, tensors)
     groups = _groups(translation, own, block, numbers)
-    for number, threads in enumerate(groups):
-        recorder = Recorder(own, number, threads, alone=len(groups) == 1)
+    for number, (threads, starts) in enumerate(groups):
+        recorder = Recorder(own, number, threads, alone=len(groups) == 1, starts=starts)
         translation.record(recorder, block, numbers)
         own.finish(recorder)
     roles = tuple(each for each in own.roles if each.steps)
@@ -54,10 +55,16 @@ def record_block(
     return BlockProgram(translation.name, block, roles, barriers, tuple(own.buffers), own.tensors, _own(roles))
 
 
-def _groups(translation: Translation, own: _Block, block: tuple[int, int, int], numbers: dict[str, Any]) -> list[Any]:
-    """Return the threads of each role: the warps that share their computation, or without any all their steps."""
+def _groups(
+    translation: Translation, own: _Block, block: tuple[int, int, int], numbers: dict[str, Any]
+) -> list[tuple[Any, bool]]:
+    """Return the threads of each role, and whether it starts copies and products.
+
+    Warps that share their computation are a role. Of warps that share all steps, without computation, the first is one, which
+    starts copies and products, and the others are one that only waits for the same.
+    """
     if not translation.branches:
-        return [np.arange(translation.threads)]
+        return [(np.arange(translation.threads), True)]
     by_steps: dict[tuple[Any, ...], list[int]] = {}
     warps = [np.arange(first, min(first + WARP, translation.threads)) for first in range(0, translation.threads, WARP)]
     for number, threads in enumerate(warps):
@@ -65,8 +72,12 @@ def _groups(translation: Translation, own: _Block, block: tuple[int, int, int], 
         translation.record(scout, block, numbers)
         computes = any(kind is Kind.COMPUTE for kind, *_ in scout.seen)
         chosen = tuple(each for each in scout.seen if not computes or each[0] in _SHARED)
-        by_steps.setdefault(chosen, []).append(number)
-    return [np.concatenate([warps[number] for number in group]) for group in by_steps.values()]
+        by_steps.setdefault((computes, *chosen), []).append(number)
+    groups: list[tuple[Any, bool]] = []
+    for (computes, *_), group in by_steps.items():
+        parts = [group] if computes else [group[:1], group[1:]]
+        groups += [(np.concatenate([warps[number] for number in part]), part[0] == group[0]) for part in parts if part]
+    return groups
 
 
 @functools.lru_cache(maxsize=256)
@@ -111,18 +122,23 @@ class _Block:
         steps, threads = recorder.steps, recorder.threads
         kinds = {each.kind for each in steps}
         products = any(each.kind is Kind.PRODUCT and each.stream.startswith("tcgen05") for each in steps)
-        what = "MMA" if products else "DMA" if Kind.COPY in kinds else "compute"
+        waits = not recorder.starts
+        what = "waiting" if waits else "MMA" if products else "DMA" if Kind.COPY in kinds else "compute"
         _number_iterations(steps)
         first, last = int(threads[0]), int(threads[-1])
         self.roles.append(Role(f"{what} threads {first}-{last}", (first, last + 1), steps))
 
 
 class Recorder:
-    """Called by a translated function; `threads` are those that execute the current statement."""
+    """Called by a translated function; `threads` are those that execute the current statement.
 
-    def __init__(self, block: _Block, role: int, threads: Any, *, alone: bool) -> None:
+    `starts`: they start the copies and products that one thread starts for all.
+    """
+
+    def __init__(self, block: _Block, role: int, threads: Any, *, alone: bool, starts: bool = True) -> None:
         self.loops: list[tuple[str, int]] = []
         self.threads = threads
+        self.starts = starts
         self.steps: list[Step] = []
         self._own = block
         self._role = role
@@ -270,12 +286,14 @@ class Recorder:
                 raise UnsupportedByRolesError("tl.tileop.gemm into tensor memory: use tl.tileop.tcgen05_gemm with an mbarrier")
             self._compute(text, reads, (c,), effect)
             return
+        if not self.starts:
+            return
         stream = f"{'tcgen05' if how == 'tcgen05_gemm' else 'wgmma'} {self._role}"
         self._add(Kind.PRODUCT, text, reads=reads, writes=(c,), effect=effect, stream=stream, barrier=barrier)
 
     def tma_copy(self, source: Part, target: Part, barrier: Mbarrier, *, arrives: bool) -> None:
         """Start a copy by one thread, which expects its bytes at `barrier` before, and arrives there afterwards if `arrives`."""
-        if not self._outer and not self._alone and self._role != 0:
+        if not self.starts or (not self._outer and not self._alone and self._role != 0):
             return
         count = regions.size_of(target) * target.buffer.item_bytes
         self._add(Kind.EXPECT, f"expect {count} bytes at {barrier.text}", barrier=barrier, count=count)
@@ -301,6 +319,8 @@ class Recorder:
 
     def commit(self, barrier: Mbarrier) -> None:
         """Let an mbarrier have an arrival after the products so far."""
+        if not self.starts:
+            return
         stream = f"tcgen05 {self._role}"
         self._add(Kind.COMMIT, f"commit products to {barrier.text}", barrier=barrier, stream=stream)
 

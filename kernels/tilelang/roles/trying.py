@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,14 +26,31 @@ class Shown:
 
 
 def schedules(program: BlockProgram, count: int, seed: int) -> Iterator[tuple[int, ...]]:
-    """Yield `count` schedules for a block: the one that lets everything finish late first, then random ones of all lengths."""
+    """Yield `count` schedules for a block: the one that lets everything finish late first, one for each role in which it goes on
+    only where nothing else can, then random ones of all lengths.
+    """
     source = random.Random(seed)
     longest = sum(len(role.steps) for role in program.roles)
-    yield ()
-    for _ in range(count - 1):
+    first = [(), *(_without(program, role) for role in range(len(program.roles)))][:count]
+    yield from first
+    for _ in range(count - len(first)):
         density = source.random()
         length = source.randint(1, longest)
         yield tuple(source.randint(1, _LARGEST_CHOICE) if source.random() < density else 0 for _ in range(length))
+
+
+def _without(program: BlockProgram, role: int) -> tuple[int, ...]:
+    """Return the schedule in which a role goes on only where nothing else can, until its end or a fault."""
+    choices = list[int]()
+    with contextlib.suppress(ProtocolFault):
+        machine = Machine(program)
+        while options := machine.options():
+            others = (number for number, turn in enumerate(options) if turn.role != role or turn.place >= 0)
+            choice = next(others, 0)
+            if len(options) > 1:
+                choices.append(choice)
+            machine.take(options[choice])
+    return tuple(choices)
 
 
 def first_fault(program: BlockProgram, count: int, seed: int) -> Shown | None:

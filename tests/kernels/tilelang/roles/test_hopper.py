@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 pytest.importorskip("tilelang")
 torch = pytest.importorskip("torch")
 
 from attnfuzz.kernels.faults.planted import Edit, planted_copy  # noqa: E402
+from attnfuzz.kernels.tilelang.roles import lowering  # noqa: E402
 from attnfuzz.kernels.tilelang.roles.executor import executable  # noqa: E402
 from attnfuzz.kernels.tilelang.roles.steps import BlockProgram  # noqa: E402
 from attnfuzz.kernels.tilelang.roles.trying import first_fault  # noqa: E402
@@ -23,7 +26,7 @@ OPTIONS = {
     "threads": 128,
     "stages": 2,
 }
-READER, COPIER = "compute threads 128-255", "DMA threads 0-127"
+READER, COPIER = "compute threads 128-255", "DMA threads 0-31"
 FAULTS = {
     "the second product is not waited for": (
         Edit("                if ahead:\n                    T.wait_wgmma(0)\n", "                if ahead:\n"),
@@ -58,3 +61,13 @@ def test_a_wait_that_is_missing_is_found(name: str) -> None:
     assert shown is not None
     found = shown.fault
     assert (found.kind, found.role, found.barrier, found.stage, found.iteration)[: len(expected)] == expected
+
+
+def test_warps_that_wait_and_copy_nothing_may_wait_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The roles as TileLang makes them hung on H200s: nothing keeps three warps of four within one phase of the barriers."""
+    monkeypatch.setattr(lowering, "copying_warp_waits", contextlib.nullcontext)
+    program = forward_block()
+    assert [role.name for role in program.roles] == [COPIER, "waiting threads 32-127", READER]
+    shown = first_fault(program, 1 + len(program.roles), 0)
+    assert shown is not None
+    assert (shown.fault.kind, shown.fault.role) == ("deadlock", "waiting threads 32-127")

@@ -1,0 +1,77 @@
+"""Warps that load: in every kernel whose warps TileLang divides into roles, only the one that copies waits."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tilelang")
+
+import tilelang
+from tvm import tirx
+from tvm.tirx.stmt_functor import post_order_visit
+
+from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import BuildError
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.tilelang.build import cuda_passes
+from attnfuzz.kernels.tilelang.loading import MARK, copying_warp_waits, marked
+from attnfuzz.kernels.tilelang.roles.lowering import lowered
+from attnfuzz.kernels.tilelang.subject import Function, TileLangKernel
+
+KERNELS = ("tilelang.mha", "tilelang.mha_pipelined", "tilelang.gqa.split", "tilelang.gqa_varlen.atomic", "tilelang.modified")
+FORMS: tuple[dict[str, Any], ...] = (
+    {"dim_qk": 64, "dim_v": 64, "dtype": "bfloat16", "causal": "bottom_right"},
+    {"dim_qk": 192, "dim_v": 128, "dtype": "float16", "causal": None},
+)
+
+
+def functions(name: str, form: dict[str, Any]) -> tuple[TileLangKernel, list[Function]]:
+    """The forward and the backward of a kernel's default Config."""
+    kernel = registry.get(name)
+    assert isinstance(kernel, TileLangKernel)
+    problem = Problem(seqlens_q=(64,), seqlens_k=(64,), heads=2, kv_heads=2, **form)
+    made = kernel.functions(problem, kernel.configs(problem)[0], "cuda")
+    return kernel, [each for each in made.values() if each.factory in ("forward", "backward")]
+
+
+def branches(func: Any) -> list[Any]:
+    """What the warps for loading do, wherever a function has them."""
+    found: list[Any] = []
+
+    def visit(node: Any) -> None:
+        if isinstance(node, tirx.AttrStmt) and node.attr_key == "kWarpSpecializationScope":
+            found.append(node.body.then_case)
+
+    post_order_visit(func.body, visit)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS, ids=("64", "192"))
+@pytest.mark.parametrize("name", KERNELS)
+def test_only_the_warp_that_copies_waits(name: str, form: dict[str, Any]) -> None:
+    kernel, made = functions(name, form)
+    assert made
+    for factory, options in made:
+        module = kernel.device_code()
+        (branch,) = branches(lowered(getattr(module, factory)(**options), cuda_passes(module, options)))
+        assert isinstance(branch, tirx.IfThenElse)
+        assert str(branch.condition).endswith("< 32")
+        assert branch.else_case is None
+
+
+def test_the_mark_is_part_of_what_tilelang_knows_code_by() -> None:
+    kernel, ((factory, options), *_) = functions("tilelang.mha", FORMS[0])
+    func = getattr(kernel.device_code(), factory)(**options)
+    assert MARK not in func.script(show_meta=True)
+    assert MARK in marked(func).script(show_meta=True)
+
+
+def test_tilelang_is_as_before_afterwards() -> None:
+    own = tilelang.cuda.transform.ProducerConsumerWarpSpecialized
+    with contextlib.suppress(BuildError), copying_warp_waits():
+        assert tilelang.cuda.transform.ProducerConsumerWarpSpecialized is not own
+        raise BuildError("refused")
+    assert tilelang.cuda.transform.ProducerConsumerWarpSpecialized is own
