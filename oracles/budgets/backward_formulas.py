@@ -189,6 +189,12 @@ def of_ds(
 
 
 @fused
+def lost_ds(d_s: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Return what dS loses where it, or P, is below the smallest normal float32, which a device may flush: all of it at once."""
+    return torch.where(p < 2 * TINY, d_s.abs(), 0.0) + TINY
+
+
+@fused
 def unit_of_ds(scale: torch.Tensor, eta: float) -> torch.Tensor:
     """Return max(1, 1 / |scale|) eta, eta where the scale is 0."""
     return torch.where(scale == 0, 1.0, 1 / scale.abs()).clamp_(min=1.0).mul_(eta)

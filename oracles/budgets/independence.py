@@ -11,7 +11,8 @@ repository). Six figures:
           of P's exponent included. The last one leans too where P has few values: 255/256 of a dO with eight bits is always
           rounded down (one query, 128 keys and scores near 0 in bfloat16: z of 1.6 x its limit)
     R_k = R of the outputs that these known roundings make of exact values, the largest over the ways that round where O's budget
-          assumes: for O the one reference that is its row's maximum, since the others have other units
+          assumes: for O the one reference that is its row's maximum, since the others have other units; beside a sink its keys'
+          maximum too (scores of 0 to 1 beside a sink of 2.4, float16: R of 1.002 x its limit)
     c^2 = the mean over rows of sum_de corr(d, e)^2 / D^2: 1 where a row's error is a multiple of one number, as the error of D
           in a row that sees few keys, and 1 / n where it has n independent numbers; equal values have equal last roundings
     V   = the part of the variance of sum_r t_r that is not in sum_r t_r^2: 0 for O, dV and dQ, whose rows share no error. An
@@ -137,7 +138,7 @@ class Independence:
         """Add sum t and sum t^2 of the rows, and store what moves them, for each of `errors`."""
         weighted = product.expected * _weights(product, t)
         moved = [error @ product.values for error in errors]
-        self._store(name, moved[:1] if name == "o" else moved, placed)
+        self._store(name, moved[: 1 + t.sunk] if name == "o" else moved, placed)
         moved += [each + _rounding(t, product.expected + each) for each in moved]
         of_rows = [(each * weighted).nan_to_num_(nan=0.0).sum(-1) for each in moved]
         if t.sunk and name in ("dk", "dv"):
@@ -200,11 +201,18 @@ def _rounding(t: Scores, x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_p(t: Scores) -> Iterator[torch.Tensor]:
-    """Yield the roundings of P where exp(s - m) is rounded, for several m, since tiles differ in it; the largest P is exact."""
+    """Yield the roundings of P where exp(s - m) is rounded, for several m, since tiles differ in it; the largest P is exact.
+
+    The first m is the row's maximum. Where that may be the sink, the second is the keys' own, since a kernel may add it last.
+    """
+    e, l = t.rounded  # noqa: E741
     for number in range(_REFERENCES):
         factor = 2.0 ** (number / _REFERENCES)
-        e, l = t.rounded  # noqa: E741
         yield _rounding(t, e * factor).masked_fill_(t.top, 0.0).div_(factor * l)
+        if t.sunk and not number:
+            largest = e[..., :-1].amax(-1, keepdim=True)
+            of_keys = 1 / largest.masked_fill(largest == 0, 1.0)
+            yield _rounding(t, e * of_keys).masked_fill_(e == largest, 0.0).div_(of_keys * l)
 
 
 def _of_ds(t: Scores, f: Forward, delta: Delta, weight: torch.Tensor) -> Iterator[torch.Tensor]:

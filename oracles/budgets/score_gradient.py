@@ -87,6 +87,9 @@ def dq_dk(
     """Compute the budget of dQ and add to the sums of dK, by the formulas of `backward`."""
     scale, u = abs(t.scale), t.form.u
     r = _roundings_of_ds(t, x, delta, deviations, own=ties and t.rounding.half)
+    if not lean:
+        lost_ds = formulas.lost_ds(x.d_s, t.p)
+        r.flushed, r.flushed_dk = r.flushed + lost_ds, r.flushed_dk + lost_ds
     k_size, k2 = t.k_size, t.k2
     p2 = x.weight * x.weight
     dq, b, flush = formulas.dq_sums(x.d_s @ t.k, x.pk, r.of_dq @ k_size, r.flushed @ k_size, delta.b, delta.flush, t.scale)
@@ -155,7 +158,7 @@ class _Roundings:
     of_dk: torch.Tensor
     """Errors that do not average out: the arithmetic of this entry, flushed values, and the part of D's error."""
     flushed_dk: torch.Tensor
-    """Flushed values, here and in D."""
+    """Flushed values, here and in D. For statistics both have what is lost below the smallest normal float32."""
     own: torch.Tensor | None = None
     """The mean square of its own rounding, if it was asked for."""
     repeated: torch.Tensor | None = None

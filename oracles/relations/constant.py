@@ -28,7 +28,8 @@ def constant_v(setup: Setup) -> Related:
         |O_i - c| <= M_i = |c| min(u, 5 u hypot(p_i, min(1, 4 u / sigma_i))) + fp32 terms, before its rounding (P is rounded,
                            its row sum is not; P that hardly differ are rounded alike); by tf32 2 u |c|, as P and c are truncated;
                            by tf32x3 eps (24 + 21 n / 16) |c| more, as sums are, of n keys (`OF_TF32X3`, `CUT_OF_TF32X3`);
-                           in other float32 sums eps n / 2 min(1, n eps / sigma_i) |c| more, as equal terms are rounded alike
+                           in other float32 sums eps n / 2 min(1, n eps / sigma_i) |c| more, as equal terms are rounded alike,
+                           and eps n / 16 |c| of the part of P that is below the sum's last bits
         |dS_ij| <= P_ij B_i,   B_i = sum_d |dO| (|O_i - c| + M_i) + eps (8 + dim_v / 8) sum_d |dO c|
         |dQ_i| <= |scale| B_i max_j |k_j|
         |dK_j| <= |scale| sum_i B_i |q_i| min(1, exp(|scale| |q_i| max_j |k_j| - LSE_i))

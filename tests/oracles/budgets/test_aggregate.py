@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def as_expected(inputs: Inputs) -> dict[str, torch.Tensor]:
     return {name: x.float() if name == "lse" else x.transpose(0, 1).to(inputs.q.dtype).contiguous() for name, x in right.items()}
 
 
-def messages(inputs: Inputs, outputs: dict[str, torch.Tensor]) -> list[str]:
+def messages(inputs: Inputs, outputs: dict[str, Any]) -> list[str]:
     verdict = judge("k", inputs, Outputs(**outputs), truth(inputs, Deviations(), "cpu"))
     return [each.message for each in verdict.failures]
 
@@ -221,4 +222,31 @@ def test_a_p_below_the_smallest_normal_float32_may_be_flushed() -> None:
     assert messages(inputs, outputs) == []
     # A scale of 0.997 is still an error.
     outputs["dv"][:511] = (p.double()[..., None] * inputs.d_o[0].double() * (1 - 3e-3)).to(torch.bfloat16)
+    assert messages(inputs, outputs)
+
+
+def test_ds_of_a_p_below_the_smallest_normal_float32_may_be_flushed() -> None:
+    """Beside a large sink P of a row is, and with it all of its dQ: one of 350,000 Cases was accused for that."""
+    problem = Problem(
+        seqlens_q=(20,),
+        seqlens_k=(1,),
+        heads=1,
+        kv_heads=1,
+        dim_qk=40,
+        dim_v=72,
+        dtype="bfloat16",
+        softmax_scale=-0.125,
+        sinks=True,
+    )
+    inputs = materialise(problem, Recipe(pattern="falling", v_scale=4.0, do_scale=16.0, seed=55779), "cpu")
+    inputs = dataclasses.replace(inputs, captured=(torch.tensor([70.0]),))
+    outputs: dict[str, Any] = {**as_expected(inputs), "d_captured": (torch.zeros(1),)}
+    scores = (inputs.q.double() * inputs.k[0].double()).sum(-1) * problem.scale
+    flushed = torch.exp(scores - outputs["lse"].mT.double()) < 2.0**-126
+    assert flushed.sum() > 10
+    right = outputs["dq"].clone()
+    outputs["dq"][flushed] = 0
+    assert messages(inputs, outputs) == []
+    # Errors that no flushed value makes are still errors.
+    outputs["dq"] = torch.where(flushed[..., None], right * 8, right)
     assert messages(inputs, outputs)
