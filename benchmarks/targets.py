@@ -50,8 +50,8 @@ KEPT: Path | None = None
 """Where the JSON of each run goes, with its `times`."""
 OPTIONS: tuple[str, ...] = ()
 """More options of each run that is measured."""
-COMPILED_ALL: set[Device] = set()
-"""Devices whose kernels of ragged batches have nothing left to compile."""
+COMPILED_ALL: set[tuple[Device, tuple[str, ...]]] = set()
+"""Devices and kernels of which nothing is left to compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +139,19 @@ def only(some: Sequence[str]) -> Iterator[None]:
         os.environ.update({} if before is None else {"CUDA_VISIBLE_DEVICES": before})
 
 
-def compiled(device: Device) -> None:
-    """Run the kernels of ragged batches until nothing is left to compile, four times at most, and once in a process."""
+def compiled(device: Device, kernels: Sequence[str] = ()) -> None:
+    """Run kernels until nothing is left to compile, four times at most, and once in a process.
+
+    The default is all of ragged batches.
+    """
+    some = tuple(kernels) or tuple(KERNELS[device])
     for seconds in (60.0, 60.0, 60.0, 60.0):
-        if device in COMPILED_ALL:
+        if any(of == device and set(some) <= set(done) for of, done in COMPILED_ALL):
             return
         # All cores that two workers leave are the compilers'.
-        run = campaign(device, seconds, KERNELS[device], "2", warms=True)
+        run = campaign(device, seconds, some, "2", warms=True)
         if not run.total("unreached"):
-            COMPILED_ALL.add(device)
+            COMPILED_ALL.add((device, some))
 
 
 def varlen(device: Device) -> Iterable[Row]:
@@ -162,7 +166,8 @@ def varlen(device: Device) -> Iterable[Row]:
 
 
 def peers(device: Device) -> Iterable[Row]:
-    """A parametrised suite beside the engine, 40 s each."""
+    """A parametrised suite beside the engine, 40 s each, after runs until nothing is left to compile for either."""
+    compiled(device, KERNELS[device][:1])
     rows = rivals.measure(Plan(device, (KERNELS[device][0],), ("auto",), 40.0, 1, False, say))
     judged = {row["who"]: row["warm"] for row in rows}
     ours, theirs = judged.get(rivals.OURS), judged.get("parametrised suite")
@@ -196,7 +201,9 @@ def two_gpus(device: Device) -> Iterable[Row]:
 
 
 def soaked(device: Device, seconds: float) -> Iterable[Row]:
-    """One long campaign: memory and rate of its first and its last third."""
+    """One long campaign, with nothing left to compile on a GPU: memory and rate of its first and its last third."""
+    if device == "cuda":
+        compiled(device, KERNELS[device][:1])
     result = soak.measure(Plan(device, KERNELS[device][:1], ("auto",), seconds, 1, False, say))
     for name, limit in (("coordinator", soak.MEMORY), ("memory", soak.MEMORY), ("rate", soak.RATE)):
         yield Row("soak", f"drift of {name}, %", 100 * abs(result["figures"][name]["drift"]), most=100 * limit)

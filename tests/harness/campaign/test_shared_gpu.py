@@ -271,7 +271,8 @@ def test_on_a_gpu_the_children_of_all_workers_are_clients_of_the_server(short: P
         if wanted and (folders := list(short.glob("attnfuzz-*/mps"))):
             seen.append(set(clients_of(str(folders[0]))))
 
-    done, events = campaign(["triton.varlen"], None, listen, budget=25.0, **ON_A_GPU)
+    # The first trial came after more than 25 s beside 15 other processes of a suite.
+    done, events = campaign(["triton.varlen"], None, listen, budget=60.0, **ON_A_GPU)
     assert not done.findings
     assert tried(events)
     assert seen
