@@ -15,11 +15,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from attnfuzz.kernels.contract import BuildError
+
 __all__ = ["copying_warp_waits", "marked"]
 
 WARP = 32
 MARK = "attnfuzz.copying_warp_waits"
 """An attribute of a PrimFunc that is compiled so: TileLang's cache on disk distinguishes it from code without."""
+_PASS = "ProducerConsumerWarpSpecialized"
 _ROLES = "kWarpSpecializationScope"
 _WAIT, _COPY = "tl.mbarrier_wait_parity", "tl.tileop.tma_copy"
 _lock = threading.RLock()
@@ -32,22 +35,31 @@ def marked(func: Any) -> Any:
 
 @contextlib.contextmanager
 def copying_warp_waits() -> Iterator[None]:
-    """Add the guard to what TileLang lowers meanwhile; other threads that come here wait."""
+    """Add the guard to what TileLang lowers meanwhile; other threads that come here wait.
+
+    Raises:
+        BuildError: TileLang has no such pass.
+    """
+    import tilelang
     from tilelang.cuda import transform
     from tvm import tirx
 
-    own: Callable[[], Any] = transform.ProducerConsumerWarpSpecialized
-
-    def guarded() -> Callable[[Any], Any]:
-        divide, guard = own(), tirx.transform.prim_func_pass(_guarded, opt_level=0, name="attnfuzz.CopyingWarpWaits")
-        return lambda module: guard(divide(module))
-
     with _lock:
-        transform.ProducerConsumerWarpSpecialized = guarded
+        own: Callable[[], Any] | None = getattr(transform, _PASS, None)
+        if own is None:
+            raise BuildError(
+                f"TileLang {tilelang.__version__} has no pass {_PASS}, whose code may wait without end: install 0.1.15"
+            )
+
+        def guarded() -> Callable[[Any], Any]:
+            divide, guard = own(), tirx.transform.prim_func_pass(_guarded, opt_level=0, name="attnfuzz.CopyingWarpWaits")
+            return lambda module: guard(divide(module))
+
+        setattr(transform, _PASS, guarded)
         try:
             yield
         finally:
-            transform.ProducerConsumerWarpSpecialized = own
+            setattr(transform, _PASS, own)
 
 
 def _guarded(func: Any, *_: Any) -> Any:
@@ -56,9 +68,9 @@ def _guarded(func: Any, *_: Any) -> Any:
     from tvm.tirx.stmt_functor import ir_transform
 
     def guard(node: Any) -> Any:
-        if node.attr_key != _ROLES or not isinstance(node.body, tirx.IfThenElse):
-            return None
         branch = node.body
+        if node.attr_key != _ROLES or not isinstance(branch, tirx.IfThenElse) or not isinstance(branch.condition, tirx.LT):
+            return None
         if not _only_copies(branch.then_case):
             return None
         thread = branch.condition.a

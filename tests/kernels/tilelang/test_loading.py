@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import pytest
@@ -75,3 +76,28 @@ def test_tilelang_is_as_before_afterwards() -> None:
         assert tilelang.cuda.transform.ProducerConsumerWarpSpecialized is not own
         raise BuildError("refused")
     assert tilelang.cuda.transform.ProducerConsumerWarpSpecialized is own
+
+
+def test_several_threads_leave_tilelang_as_before() -> None:
+    own = tilelang.cuda.transform.ProducerConsumerWarpSpecialized
+    entered, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        entered.set()
+        with copying_warp_waits():
+            done.set()
+
+    with copying_warp_waits():
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert entered.wait(10)
+        assert not done.wait(0.2)
+    thread.join(10)
+    assert done.is_set()
+    assert tilelang.cuda.transform.ProducerConsumerWarpSpecialized is own
+
+
+def test_a_tilelang_without_the_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(tilelang.cuda.transform, "ProducerConsumerWarpSpecialized")
+    with pytest.raises(BuildError, match=r"has no pass ProducerConsumerWarpSpecialized.*install 0\.1\.15"), copying_warp_waits():
+        pass
