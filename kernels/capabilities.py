@@ -145,8 +145,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     compiles_on: tuple[Device, ...] = ("cuda",)
     """Devices where a build takes seconds: a campaign there draws from few variants and compiles them first, in parallel."""
     compiles_each_shape: bool = False
-    """Launches on a GPU compile for each of most combinations of batch, heads, lengths, windows or strides, in seconds: several
-    Cases of each shape are drawn, with other values."""
+    """Launches on a GPU compile, or plan, for each of most combinations of batch, heads, lengths, windows or strides, for a good
+    part of a second or more: several Cases of each shape are drawn, with other values."""
     outputs: tuple[OutputName, ...] = OUTPUT_NAMES
     dlse: bool = False
     deterministic: tuple[OutputName, ...] = ()

@@ -1,4 +1,4 @@
-"""Cases of the same shapes with other values: what a kernel is given whose every shape takes seconds to compile."""
+"""Cases of the same shapes with other values: what a kernel is given whose every shape takes long to compile."""
 
 from __future__ import annotations
 

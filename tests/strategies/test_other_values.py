@@ -71,7 +71,10 @@ def round_of(number: int, quota: int) -> list[Case]:
     return draw_round(cases_of(kernel, plan, settings), plan.seed, Round(number, quota, quota), plan.values)
 
 
-@pytest.mark.parametrize("name", ["released.fla.parallel", "released.flag_gems.varlen", "released.liger.neighborhood"])
+@pytest.mark.parametrize(
+    "name",
+    ["released.fla.parallel", "released.flag_gems.varlen", "released.liger.neighborhood", "torch.cudnn", "torch.cudnn_varlen"],
+)
 def test_the_kernel_and_the_check_take_every_case(name: str) -> None:
     kernel = registry.get(name)
     settings = Settings(device="cuda", seed=5)
@@ -81,7 +84,7 @@ def test_the_kernel_and_the_check_take_every_case(name: str) -> None:
     def takes(case: Case) -> bool:
         return why_not_case(kernel, case, "cuda") is None
 
-    cases = [each for number in range(4) for each in draw_round(strategy, plan.seed, Round(number), plan.values, takes)]
+    cases = [each for number in range(8) for each in draw_round(strategy, plan.seed, Round(number), plan.values, takes)]
     assert [each for each in cases if why_not_case(kernel, each, "cuda")] == []
     checks = {each.check for each in cases}
     assert "oracle" in checks
