@@ -73,7 +73,15 @@ def round_of(number: int, quota: int) -> list[Case]:
 
 @pytest.mark.parametrize(
     "name",
-    ["released.fla.parallel", "released.flag_gems.varlen", "released.liger.neighborhood", "torch.cudnn", "torch.cudnn_varlen"],
+    [
+        "released.fla.parallel",
+        "released.flag_gems.varlen",
+        "released.liger.neighborhood",
+        "torch.cudnn",
+        "torch.cudnn_varlen",
+        "torch.flex",
+        "torch.flex_modified",
+    ],
 )
 def test_the_kernel_and_the_check_take_every_case(name: str) -> None:
     kernel = registry.get(name)
