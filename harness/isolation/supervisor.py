@@ -364,8 +364,12 @@ class Supervisor:
 
 
 def _reason(task: Task, why: str, stage: str, seconds: float, site: str | None) -> str:
-    """Return in words what ends sharing."""
-    where = f"stage {stage}" + (f" of {task.cases[-1].kernel}" if task.cases else "")
+    """Return in words what ends sharing, and what was run: if the task passes alone, nothing else is known of it."""
+    where = f"stage {stage}"
+    if task.cases:
+        count, last = len(task.cases), task.cases[-1]
+        shape = f"dims {last.problem.dim_qk} x {last.problem.dim_v}, {last.problem.dtype}"
+        where += f" of {last.kernel} ({count} Case{'s' * (count > 1)}, {', '.join(filter(None, (shape, str(last.config))))})"
     what = f"a process ended in {where}" if why == "exit" else f"{why} in {where}"
     return f"{what}, after {seconds:.1f} s" + (f", at {site}" if site else "")
 

@@ -29,6 +29,7 @@ from attnfuzz.harness.isolation.root import Root
 from attnfuzz.harness.isolation.sharing import NotShared, Sharing
 from attnfuzz.harness.isolation.supervisor import Supervisor
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case, Recipe
 
@@ -266,14 +267,22 @@ def test_a_hang_has_its_own_limit_in_a_child_that_shares(shared: Sharing, server
         assert (found.why, found.limit) == ("hang", 0.3)
 
 
-def test_the_reason_names_the_kernel_the_time_and_the_place(shared: Sharing) -> None:
-    problem = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=16, dtype="float32")
+@pytest.mark.parametrize(
+    ("count", "config", "what"),
+    [
+        (1, Config(), r"1 Case, dims 16 x 8, float32"),
+        (3, Config(tile_m=16, num_warps=4), r"3 Cases, dims 16 x 8, float32, tile_m=16 num_warps=4"),
+    ],
+)
+def test_the_reason_names_what_was_run_the_time_and_the_place(count: int, config: Config, what: str, shared: Sharing) -> None:
+    problem = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=8, dtype="float32")
     with closing(Supervisor(Forkserver(["json"], shared.variables), memory=1 << 29)) as supervisor:
         loop = task("dies_sharing", 0.3, how="loop")
-        supervisor.run(dataclasses.replace(loop, cases=(Case(kernel="acme.one", problem=problem),)))
+        supervisor.run(dataclasses.replace(loop, cases=(Case(kernel="acme.one", problem=problem, config=config),) * count))
     ended = shared.ended()
     assert ended is not None
-    assert re.fullmatch(r"hang in stage kernel of acme\.one, after \d\.\d s, at tasks\.py:\w+", ended.why), ended.why
+    expected = rf"hang in stage kernel of acme\.one \({what}\), after \d\.\d s, at tasks\.py:\w+"
+    assert re.fullmatch(expected, ended.why), ended.why
 
 
 def test_sharing_ends_before_a_task_at_work_is_ended(shared: Sharing, server: FakeServer) -> None:
