@@ -271,7 +271,7 @@ def test_a_hang_has_its_own_limit_in_a_child_that_shares(shared: Sharing, server
     ("count", "config", "what"),
     [
         (1, Config(), r"1 Case, dims 16 x 8, float32"),
-        (3, Config(tile_m=16, num_warps=4), r"3 Cases, dims 16 x 8, float32, tile_m=16 num_warps=4"),
+        (3, Config(tile_m=16, num_warps=4), r"3 Cases, dims 16 x 8, float32, num_warps=4 tile_m=16"),
     ],
 )
 def test_the_reason_names_what_was_run_the_time_and_the_place(count: int, config: Config, what: str, shared: Sharing) -> None:
