@@ -138,7 +138,7 @@ class Independence:
         """Add sum t and sum t^2 of the rows, and store what moves them, for each of `errors`."""
         weighted = product.expected * _weights(product, t)
         moved = [error @ product.values for error in errors]
-        self._store(name, moved[: 1 + t.sunk] if name == "o" else moved, placed)
+        self._store(name, moved[: 1 + _adds_sinks_last(t)] if name == "o" else moved, placed)
         moved += [each + _rounding(t, product.expected + each) for each in moved]
         of_rows = [(each * weighted).nan_to_num_(nan=0.0).sum(-1) for each in moved]
         if t.sunk and name in ("dk", "dv"):
@@ -200,6 +200,11 @@ def _rounding(t: Scores, x: torch.Tensor) -> torch.Tensor:
     return torch.round(x / unit).mul_(unit).sub_(x)
 
 
+def _adds_sinks_last(t: Scores) -> bool:
+    """Whether a kernel may round P by the keys' own maximum, beside a sink: not where P is divided by the row sum before."""
+    return t.sunk and not t.normalised_p
+
+
 def _of_p(t: Scores) -> Iterator[torch.Tensor]:
     """Yield the roundings of P where exp(s - m) is rounded, for several m, since tiles differ in it; the largest P is exact.
 
@@ -209,7 +214,7 @@ def _of_p(t: Scores) -> Iterator[torch.Tensor]:
     for number in range(_REFERENCES):
         factor = 2.0 ** (number / _REFERENCES)
         yield _rounding(t, e * factor).masked_fill_(t.top, 0.0).div_(factor * l)
-        if t.sunk and not number:
+        if _adds_sinks_last(t) and not number:
             largest = e[..., :-1].amax(-1, keepdim=True)
             of_keys = 1 / largest.masked_fill(largest == 0, 1.0)
             yield _rounding(t, e * of_keys).masked_fill_(e == largest, 0.0).div_(of_keys * l)
