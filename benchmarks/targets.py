@@ -140,7 +140,7 @@ def only(some: Sequence[str]) -> Iterator[None]:
 
 
 def compiled(device: Device, kernels: Sequence[str] = ()) -> None:
-    """Run kernels until nothing is left to compile, four times at most, and once in a process.
+    """Run kernels until nothing is left to compile, four times at most, after which it says what is left; once in a process.
 
     The default is all of ragged batches.
     """
@@ -150,8 +150,10 @@ def compiled(device: Device, kernels: Sequence[str] = ()) -> None:
             return
         # All cores that two workers leave are the compilers'.
         run = campaign(device, seconds, some, "2", warms=True)
-        if not run.total("unreached"):
+        if not (left := run.total("unreached")):
             COMPILED_ALL.add((device, some))
+    if (device, some) not in COMPILED_ALL:
+        say(f"{left} variants of {', '.join(some)} are left to compile")
 
 
 def varlen(device: Device) -> Iterable[Row]:

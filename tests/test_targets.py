@@ -90,6 +90,58 @@ def test_more_options_are_of_the_runs_that_are_measured_alone_and_each_in_turn(
     assert rows == [(options[0], 1800.0 * kernels), (options[0], 4500.0), (options[1], 2400.0 * kernels), (options[1], 6000.0)]
 
 
+def runs_of(targets: ModuleType, monkeypatch: pytest.MonkeyPatch, *left: int) -> list[tuple[str, ...]]:
+    """The kernels of each run from now on; `left`: variants that are not compiled at the end of each, 0 after the last."""
+    seen: list[tuple[str, ...]] = []
+
+    def run_command(_: Any, kernels: tuple[str, ...], *__: Any, **___: Any) -> Any:
+        seen.append(kernels)
+        unreached = left[len(seen) - 1] if len(seen) <= len(left) else 0
+        return targets.Finished({"kernels": [{"cases": 1, "unreached": unreached}]}, first=2.0, wall=12.0)
+
+    monkeypatch.setattr(targets, "run_command", run_command)
+    monkeypatch.setattr(targets, "COMPILED_ALL", set())
+    return seen
+
+
+def test_kernels_are_compiled_once_and_with_others(targets: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, (first, *_) = runs_of(targets, monkeypatch, 3), targets.KERNELS["cuda"]
+    for some in ((first,), (first,), (), (first,)):
+        targets.compiled("cuda", some)
+    assert seen == [(first,), (first,), tuple(targets.KERNELS["cuda"])]
+
+
+def test_what_is_left_to_compile_after_four_runs_is_said(
+    targets: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = runs_of(targets, monkeypatch, 9, 8, 7, 6, 5)
+    targets.compiled("cuda", ("one",))
+    assert len(seen) == 4
+    assert "6 variants of one are left to compile" in capsys.readouterr().err
+    targets.compiled("cuda", ("one",))
+    assert len(seen) == 6, "tried again, and done in the second run"
+
+
+def test_peers_and_soak_begin_with_nothing_left_to_compile(targets: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, first = runs_of(targets, monkeypatch), tuple(targets.KERNELS["cuda"][:1])
+    done: list[int] = []
+
+    def measured(*_: Any) -> Any:
+        done.append(len(seen))
+        raise targets.NotMeasured("here")
+
+    for module in (targets.rivals, targets.soak):
+        monkeypatch.setattr(module, "measure", measured)
+    for part in (targets.peers, lambda device: targets.soaked(device, 1.0)):
+        targets.COMPILED_ALL.clear()
+        with pytest.raises(targets.NotMeasured):
+            list(part("cuda"))
+    assert (seen, done) == ([first, first], [1, 2])
+    with pytest.raises(targets.NotMeasured):
+        list(targets.soaked("cpu", 1.0))
+    assert len(seen) == 2
+
+
 def test_the_ragged_kernels_have_one_gpu_and_its_cores(targets: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[tuple[str | None, int]] = []
 

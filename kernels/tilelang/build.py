@@ -21,6 +21,7 @@ from typing import Any
 from attnfuzz.kernels.contract import BuildError, Device
 from attnfuzz.kernels.support.compiler_output import captured
 from attnfuzz.kernels.support.installed_torch import sees_cuda
+from attnfuzz.kernels.tilelang.loading import copying_warp_waits, marked
 
 __all__ = ["Launch", "compile_counts", "compiled", "cuda_passes", "unavailable"]
 
@@ -35,8 +36,8 @@ CUDA_PASSES = {"tl.enable_fast_math": True, "tl.force_let_inline": True}
 """Fast exp2 and division of the hardware: 2 units off, subnormal float32 flushed, which every budget allows for. Lets inlined:
 otherwise a tile's atomic addition under a condition lacks the definitions of lengths."""
 WARPGROUP = 128
-"""Threads of the warpgroup that TileLang reserves for loading; blocks of fewer threads load without one, since they hung before
-only the warp that copies waited (loading.py)."""
+"""Threads of the warpgroup that TileLang reserves for loading. Blocks of fewer threads load without one: with one, which had no
+guard then (loading.py), they hung."""
 TEXT_MAX = 4000
 """Characters of an error, and of the compiler's output, that a BuildError holds: TileLang appends whole sources."""
 
@@ -116,8 +117,6 @@ def cuda_passes(module: ModuleType, options: dict[str, Any]) -> dict[str, bool]:
 
 def _for_cuda(func: Any, passes: dict[str, bool]) -> Launch:
     import tilelang
-
-    from attnfuzz.kernels.tilelang.loading import copying_warp_waits, marked
 
     with copying_warp_waits():
         launch: Launch = tilelang.compile(marked(func), target="cuda", pass_configs=passes)

@@ -21,28 +21,30 @@ __all__ = ["copying_warp_waits", "marked"]
 
 WARP = 32
 MARK = "attnfuzz.copying_warp_waits"
-"""An attribute of a PrimFunc that is compiled so: TileLang's cache on disk distinguishes it from code without."""
+"""An attribute of a PrimFunc that is to be compiled so: TileLang's cache on disk distinguishes it from code without."""
+_VERSION = 1
+"""Of the guard: another one is another attribute, so that TileLang's cache has no code of it."""
 _PASS = "ProducerConsumerWarpSpecialized"
 _ROLES = "kWarpSpecializationScope"
 _WAIT, _COPY = "tl.mbarrier_wait_parity", "tl.tileop.tma_copy"
+_TEXT_MAX = 1000
 _lock = threading.RLock()
 
 
 def marked(func: Any) -> Any:
-    """Return the PrimFunc `func` with the mark."""
-    return func.with_attr(MARK, 1)
+    """Return the PrimFunc `func` with the mark, without which it has no guard."""
+    return func.with_attr(MARK, _VERSION)
 
 
 @contextlib.contextmanager
 def copying_warp_waits() -> Iterator[None]:
-    """Add the guard to what TileLang lowers meanwhile; other threads that come here wait.
+    """Add the guard to marked PrimFuncs that TileLang lowers meanwhile, by any thread; other threads that come here wait.
 
     Raises:
         BuildError: TileLang has no such pass.
     """
     import tilelang
     from tilelang.cuda import transform
-    from tvm import tirx
 
     with _lock:
         own: Callable[[], Any] | None = getattr(transform, _PASS, None)
@@ -52,8 +54,8 @@ def copying_warp_waits() -> Iterator[None]:
             )
 
         def guarded() -> Callable[[Any], Any]:
-            divide, guard = own(), tirx.transform.prim_func_pass(_guarded, opt_level=0, name="attnfuzz.CopyingWarpWaits")
-            return lambda module: guard(divide(module))
+            divide = own()
+            return lambda module: _guarded_module(divide(module))
 
         setattr(transform, _PASS, guarded)
         try:
@@ -62,22 +64,42 @@ def copying_warp_waits() -> Iterator[None]:
             setattr(transform, _PASS, own)
 
 
-def _guarded(func: Any, *_: Any) -> Any:
-    """Return `func` with the guard around what its warps for loading do."""
+def _guarded_module(module: Any) -> Any:
+    from tvm import IRModule
+
+    return IRModule({name: _guarded(func) for name, func in module.functions.items()}, attrs=module.attrs)
+
+
+def _guarded(func: Any) -> Any:
+    """Return `func`, if it is marked, with the guard around what its warps for loading do.
+
+    Raises:
+        BuildError: they do something else than to wait and copy, for which the other warps may be needed.
+    """
     from tvm import tirx
     from tvm.tirx.stmt_functor import ir_transform
 
+    if func.attrs is None or MARK not in func.attrs:
+        return func
+    others: list[Any] = []
+
     def guard(node: Any) -> Any:
+        if node.attr_key != _ROLES:
+            return None
         branch = node.body
-        if node.attr_key != _ROLES or not isinstance(branch, tirx.IfThenElse) or not isinstance(branch.condition, tirx.LT):
+        known = isinstance(branch, tirx.IfThenElse) and isinstance(branch.condition, tirx.LT)
+        if not known or not _only_copies(branch.then_case):
+            others.append(branch)
             return None
-        if not _only_copies(branch.then_case):
-            return None
-        thread = branch.condition.a
-        first = tirx.IfThenElse(thread < WARP, branch.then_case, None)
+        first = tirx.IfThenElse(branch.condition.a < WARP, branch.then_case, None)
         return tirx.AttrStmt(node.node, node.attr_key, node.value, tirx.IfThenElse(branch.condition, first, branch.else_case))
 
-    return func.with_body(ir_transform(func.body, None, guard, ["tirx.AttrStmt"]))
+    body = ir_transform(func.body, None, guard, ["tirx.AttrStmt"])
+    if others:
+        # Not within the transformation, which would raise it as an error of its own.
+        name = func.attrs["global_symbol"]
+        raise BuildError(f"{name}: warps for loading do something else than to wait and copy: {str(others[0])[:_TEXT_MAX]}")
+    return func.with_body(body)
 
 
 def _only_copies(body: Any) -> bool:

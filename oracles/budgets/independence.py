@@ -8,8 +8,8 @@ repository). Six figures:
 
     z_k = |sum_r t_r| / sqrt(sum_r t_r^2), t_r = sum_d w err ref of a row (aggregate.py), err the error of exact values by the
           roundings of P and dS, without and with the last one: the largest over the ways a kernel may round, eight references
-          of P's exponent included. The last one leans too where P has few values: 255/256 of a dO with eight bits is always
-          rounded down (one query, 128 keys and scores near 0 in bfloat16: z of 1.6 x its limit)
+          of P's exponent included, nine beside a sink. The last one leans too where P has few values: 255/256 of a dO with
+          eight bits is always rounded down (one query, 128 keys and scores near 0 in bfloat16: z of 1.6 x its limit)
     R_k = R of the outputs that these known roundings make of exact values, the largest over the ways that round where O's budget
           assumes: for O the one reference that is its row's maximum, since the others have other units; beside a sink its keys'
           maximum too (scores of 0 to 1 beside a sink of 2.4, float16: R of 1.002 x its limit)
@@ -24,7 +24,7 @@ repository). Six figures:
     L   = the noise that the largest single number behind D's errors is expected to add: the largest eigenvalue of the matrix
           sum w x_i x_k
 
-Independent roundings have z_k below 3.5 except for some in a thousand: it is the largest of 2 to 16 ways. A mean of n squares of
+Independent roundings have z_k below 3.5 except for some in a thousand: it is the largest of 2 to 18 ways. A mean of n squares of
 single numbers, twenty or more, exceeds 1 + 10 / sqrt(n) one time in a million, and 1 + 3 / sqrt(n) three times in a hundred.
 One square alone exceeds 1 + 10 + 13 one time in a million, hence 13 L in R's limit. R_k was at most 1 + 1.1 / sqrt(nu) in the
 1,226 generic outputs of 800 drawn Cases (nu as in aggregate.py).
@@ -42,7 +42,7 @@ from attnfuzz.kernels.problem import OutputName
 from attnfuzz.oracles.budgets.delta import Delta
 from attnfuzz.oracles.budgets.forward import Forward
 from attnfuzz.oracles.budgets.scores import Scores
-from attnfuzz.oracles.formats import half_ulp, on_grid
+from attnfuzz.oracles.formats import TINY, half_ulp, on_grid
 from attnfuzz.oracles.frames import Placed
 
 __all__ = ["Independence", "Shared"]
@@ -216,7 +216,8 @@ def _of_p(t: Scores) -> Iterator[torch.Tensor]:
         yield _rounding(t, e * factor).masked_fill_(t.top, 0.0).div_(factor * l)
         if _adds_sinks_last(t) and not number:
             largest = e[..., :-1].amax(-1, keepdim=True)
-            of_keys = 1 / largest.masked_fill(largest == 0, 1.0)
+            # Below that P is nothing beside the sink, and 1 / P may be infinite.
+            of_keys = 1 / torch.where(largest > TINY, largest, 1.0)
             yield _rounding(t, e * of_keys).masked_fill_(e == largest, 0.0).div_(of_keys * l)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from attnfuzz.kernels.contract import BuildError
 from attnfuzz.kernels.support.absent import Absent
-from attnfuzz.kernels.tilelang.loading import copying_warp_waits
+from attnfuzz.kernels.tilelang.loading import copying_warp_waits, marked
 
 try:
     import tilelang
@@ -48,7 +48,7 @@ def lowered(func: Any, passes: dict[str, Any]) -> Any:
     options = {**passes, **({"tl.disable_warp_specialized": True} if by_hand else {})}
     context = tilelang.transform.PassContext(opt_level=3, config=options, instruments=[_instrument(stop)])
     with context, target, copying_warp_waits():
-        CUDAPassPipelineBodyPrologue(IRModule({func.attrs["global_symbol"]: func}), target)
+        CUDAPassPipelineBodyPrologue(IRModule({func.attrs["global_symbol"]: marked(func)}), target)
     if stop.module is None:
         raise BuildError(f"TileLang {tilelang.__version__} has no pass {NEXT_PASS}: roles cannot be executed; install 0.1.15")
     (result,) = stop.module.functions.values()

@@ -31,9 +31,10 @@ def schedules(program: BlockProgram, count: int, seed: int) -> Iterator[tuple[in
     """
     source = random.Random(seed)
     longest = sum(len(role.steps) for role in program.roles)
-    first = [(), *(_without(program, role) for role in range(len(program.roles)))][:count]
-    yield from first
-    for _ in range(count - len(first)):
+    yield ()
+    starved = range(len(program.roles))[: count - 1]
+    yield from (_without(program, role) for role in starved)
+    for _ in range(count - 1 - len(starved)):
         density = source.random()
         length = source.randint(1, longest)
         yield tuple(source.randint(1, _LARGEST_CHOICE) if source.random() < density else 0 for _ in range(length))

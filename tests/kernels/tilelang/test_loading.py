@@ -12,11 +12,14 @@ pytest.importorskip("tilelang")
 
 import tilelang
 from tvm import tirx
-from tvm.tirx.stmt_functor import post_order_visit
+from tvm.ir.transform import PassContext
+from tvm.target import Target
+from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import BuildError
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.tilelang import build, loading, lower
 from attnfuzz.kernels.tilelang.build import cuda_passes
 from attnfuzz.kernels.tilelang.loading import MARK, copying_warp_waits, marked
 from attnfuzz.kernels.tilelang.roles.lowering import lowered
@@ -61,6 +64,57 @@ def test_only_the_warp_that_copies_waits(name: str, form: dict[str, Any]) -> Non
         assert isinstance(branch, tirx.IfThenElse)
         assert str(branch.condition).endswith("< 32")
         assert branch.else_case is None
+
+
+def test_what_runs_on_a_gpu_is_lowered_with_the_guard() -> None:
+    kernel, ((factory, options), *_) = functions("tilelang.mha", FORMS[0])
+    unit = lower._Unit("forward", kernel.device_code(), factory, options, "sm_90a")
+    assert unit._lowered(unit._traced).kernel_source.count("if (((int)threadIdx.x) < 32) {") == 1
+
+
+def test_what_runs_on_a_gpu_is_compiled_with_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, ((factory, options), *_) = functions("tilelang.mha", FORMS[0])
+    own = tilelang.cuda.transform.ProducerConsumerWarpSpecialized
+    seen: list[tuple[bool, bool]] = []
+
+    def compiles(func: Any, **_: Any) -> None:
+        seen.append((MARK in func.attrs, tilelang.cuda.transform.ProducerConsumerWarpSpecialized is not own))
+
+    monkeypatch.setattr(tilelang, "compile", compiles)
+    build._for_cuda(getattr(kernel.device_code(), factory)(**options), {})
+    assert seen == [(True, True)]
+
+
+def test_functions_of_others_are_compiled_as_before() -> None:
+    kernel, ((factory, options), *_) = functions("tilelang.mha", FORMS[0])
+    module = kernel.device_code()
+    func, passes = getattr(module, factory)(**options), cuda_passes(module, options)
+
+    def source() -> str:
+        target = Target({"kind": "cuda", "arch": "sm_90a"})
+        with target, PassContext(config=passes):
+            return str(tilelang.lower(func, target=target).kernel_source)
+
+    before = source()
+    with copying_warp_waits():
+        assert source() == before
+
+
+def test_warps_for_loading_that_do_more_are_refused() -> None:
+    kernel, ((factory, options), *_) = functions("tilelang.mha", FORMS[0])
+    module = kernel.device_code()
+    guarded = lowered(getattr(module, factory)(**options), cuda_passes(module, options))
+    more = tirx.Evaluate(tirx.call_extern("int32", "more"))
+
+    def add(node: Any) -> Any:
+        if node.attr_key != "kWarpSpecializationScope":
+            return None
+        branch = tirx.IfThenElse(node.body.condition, tirx.SeqStmt([node.body.then_case, more]), node.body.else_case)
+        return tirx.AttrStmt(node.node, node.attr_key, node.value, branch)
+
+    func = guarded.with_body(ir_transform(guarded.body, None, add, ["tirx.AttrStmt"]))
+    with pytest.raises(BuildError, match="do something else than to wait and copy"):
+        loading._guarded(func)
 
 
 def test_the_mark_is_part_of_what_tilelang_knows_code_by() -> None:

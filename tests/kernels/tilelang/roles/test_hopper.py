@@ -64,7 +64,7 @@ def test_a_wait_that_is_missing_is_found(name: str) -> None:
 
 
 def test_warps_that_wait_and_copy_nothing_may_wait_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The roles as TileLang makes them hung on H200s: nothing keeps three warps of four within one phase of the barriers."""
+    """The roles as TileLang makes them: nothing keeps three warps of four within one phase of the barriers."""
     monkeypatch.setattr(lowering, "copying_warp_waits", contextlib.nullcontext)
     program = forward_block()
     assert [role.name for role in program.roles] == [COPIER, "waiting threads 32-127", READER]
