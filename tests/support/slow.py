@@ -4,6 +4,20 @@ By node id, as pytest prints them; they run with `-m slow`. A name that no test 
 """
 
 SLOW = frozenset({
+    "test_detection.py::test_tasks_end_with_their_time_and_what_has_ended_is_there",
+    "test_selftest_faults.py::test_each_fault_is_a_line_as_it_ends_and_the_restarts_come_after_the_budget",
+    "test_shared_gpu.py::test_no_server_is_started_where_none_is_wanted",
+    "test_shared_gpu.py::test_without_a_server_the_workers_do_not_share",
+    "test_shared_gpu.py::test_a_run_says_for_how_long_its_workers_shared_the_gpu[True]",
+    "test_calls.py::test_what_a_call_leaves_behind_is_found[counter]",
+    "test_relations.py::test_products_of_halves_pass_what_is_drawn_and_must_be_declared",
+    "test_conformance.py::test_deviations_that_would_explain_wrong_values_are_named[scale 1 %-None]",
+    "test_sm100_backward.py::test_query_heads_that_share_a_key_head_add_to_it_and_others_store[ts-True]",
+    "test_sm100_backward.py::test_stores_that_do_not_reach_them_are_noticed[ts-before a copy]",
+    "test_process_setup.py::test_what_is_wrong_with_a_set_up[acme.careless-]",
+    "test_lines.py::test_what_a_kernel_runs_for_one_case_and_for_two",
+    "test_files.py::test_a_fault_is_found_shrunk_and_run_again_by_the_printed_line",
+    "test_methods.py::test_each_method_finds_a_bug_that_any_grid_shows[flash]",
     "test_autograd.py::test_rows_of_no_sequence_have_no_gradient[tilelang.gqa_varlen.split]",
     "test_autograd.py::test_gradients_are_those_of_the_definition[tilelang.mha_pipelined-dtype0]",
     "test_autograd.py::test_gradients_are_those_of_the_definition[tilelang.gqa_varlen.atomic-dtype1]",

@@ -12,8 +12,6 @@ pytest.importorskip("tilelang")
 
 import tilelang
 from tvm import tirx
-from tvm.ir.transform import PassContext
-from tvm.target import Target
 from tvm.tirx.stmt_functor import ir_transform, post_order_visit
 
 from attnfuzz.kernels import registry
@@ -22,6 +20,7 @@ from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.tilelang import build, loading, lower
 from attnfuzz.kernels.tilelang.build import cuda_passes
 from attnfuzz.kernels.tilelang.loading import MARK, copying_warp_waits, marked
+from attnfuzz.kernels.tilelang.roles import lowering
 from attnfuzz.kernels.tilelang.roles.lowering import lowered
 from attnfuzz.kernels.tilelang.subject import Function, TileLangKernel
 
@@ -85,19 +84,17 @@ def test_what_runs_on_a_gpu_is_compiled_with_the_guard(monkeypatch: pytest.Monke
     assert seen == [(True, True)]
 
 
-def test_functions_of_others_are_compiled_as_before() -> None:
+def test_functions_of_others_are_compiled_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no mark, and may be lowered by another thread meanwhile."""
     kernel, ((factory, options), *_) = functions("tilelang.mha", FORMS[0])
     module = kernel.device_code()
     func, passes = getattr(module, factory)(**options), cuda_passes(module, options)
-
-    def source() -> str:
-        target = Target({"kind": "cuda", "arch": "sm_90a"})
-        with target, PassContext(config=passes):
-            return str(tilelang.lower(func, target=target).kernel_source)
-
-    before = source()
-    with copying_warp_waits():
-        assert source() == before
+    monkeypatch.setattr(lowering, "marked", lambda of_others: of_others)
+    inside = lowered(func, passes)
+    monkeypatch.setattr(lowering, "copying_warp_waits", contextlib.nullcontext)
+    assert inside.script() == lowered(func, passes).script()
+    (branch,) = branches(inside)
+    assert not isinstance(branch, tirx.IfThenElse)
 
 
 def test_warps_for_loading_that_do_more_are_refused() -> None:
