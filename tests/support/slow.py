@@ -17,7 +17,6 @@ SLOW = frozenset({
     "test_process_setup.py::test_what_is_wrong_with_a_set_up[acme.careless-]",
     "test_lines.py::test_what_a_kernel_runs_for_one_case_and_for_two",
     "test_files.py::test_a_fault_is_found_shrunk_and_run_again_by_the_printed_line",
-    "test_methods.py::test_each_method_finds_a_bug_that_any_grid_shows[flash]",
     "test_autograd.py::test_rows_of_no_sequence_have_no_gradient[tilelang.gqa_varlen.split]",
     "test_autograd.py::test_gradients_are_those_of_the_definition[tilelang.mha_pipelined-dtype0]",
     "test_autograd.py::test_gradients_are_those_of_the_definition[tilelang.gqa_varlen.atomic-dtype1]",
