@@ -12,7 +12,7 @@ repository). Six figures:
           eight bits is always rounded down (one query, 128 keys and scores near 0 in bfloat16: z of 1.6 x its limit)
     R_k = R of the outputs that these known roundings make of exact values, the largest over the ways that round where O's budget
           assumes: for O the one reference that is its row's maximum, since the others have other units; beside a sink its keys'
-          maximum too (scores of 0 to 1 beside a sink of 2.4, float16: R of 1.002 x its limit)
+          maximum too (scores of -0.3 to 1 beside a sink of 2.4, float16: R of 1.002 x its limit)
     c^2 = the mean over rows of sum_de corr(d, e)^2 / D^2: 1 where a row's error is a multiple of one number, as the error of D
           in a row that sees few keys, and 1 / n where it has n independent numbers; equal values have equal last roundings
     V   = the part of the variance of sum_r t_r that is not in sum_r t_r^2: 0 for O, dV and dQ, whose rows share no error. An

@@ -135,11 +135,12 @@ def _alike_in_sums(n: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
     Equal terms are rounded alike while the sum keeps its last bit: each by up to eps of the sum so far, half of the whole on
     average. Terms count as equal within half of that bit, which is at most n eps of a term: P that spread by less.
 
-    Terms below two units of the sum's last bit, 4 eps of it, are lost or become a unit, which does not average out: on average an
-    eighth of the most that they can be off, and at most all that they are. P = exp(sigma x) / (n exp(sigma^2 / 2)) of normal x is
-    so small for x < y = (log(4 n eps) + sigma^2 / 2) / sigma: a part of at most exp(-y^2 / 2) of the terms, and of at most
-    exp(-(y - sigma)^2 / 2) of their sum. Of 320 sums of 2,000 to 400,000 terms the worst was off by 0.47 of the limit, and of 168
-    by 5.8 times the limit without this part (by a script that is not in the repository; test_long_sums.py has some).
+    Terms below two units of the sum's last bit, 4 eps of it, are lost or become a unit, which does not average out: an eighth of
+    the most that they can be off is taken, as measured below, and at most all that they are. P = exp(sigma x) / (n exp(sigma^2
+    / 2)) of normal x is so small for x < y = (log(4 n eps) + sigma^2 / 2) / sigma: a part of at most exp(-y^2 / 2) of the terms,
+    and of at most exp(-(y - sigma)^2 / 2) of their sum. Of 320 sums of 2,000 to 400,000 terms the worst was off by 0.47 of the
+    limit, and of 168 by 5.8 times the limit without this part (by a script that is not in the repository; test_long_sums.py has
+    some).
     """
     alike = n * EPS
     y = ((n * (4 * EPS)).log() + sigma.square() / 2) / sigma.clamp(min=1e-3)
