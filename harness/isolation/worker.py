@@ -147,7 +147,7 @@ def _template(settings: dict[str, Any]) -> None:
                 getattr(imported, name)()
     except BaseException as raised:  # the child's own import fails in the same way, and is reported
         error = f"{type(raised).__name__}: {raised}"
-    _answer(parent, {"ready": True, "error": error})
+    _answer(parent, {"ready": True, "error": error}, settings)
     _serve(parent, settings, variables)
 
 
@@ -169,27 +169,27 @@ def _serve(parent: socket.socket, settings: dict[str, Any], variables: dict[str,
             continue
         request, descriptors = (None, []) if alone() else _request(parent)
         if request is None:
-            _end_alone(settings["run"], settings["folder"])
+            _end_alone(settings)
         if "lend" in request:
             # What it forks has other users, which wait for its end without being its parent.
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             clients.update((each, socket.socket(fileno=each)) for each in descriptors)
             continue
         if "reap" in request:
-            _answer(parent, {"status": _reaped(request["reap"])})
+            _answer(parent, {"status": _reaped(request["reap"])}, settings)
             children.discard(request["reap"])
             _reap_orphans(children)
             continue
         try:
             pid = os.fork()
         except OSError as refused:
-            _answer(parent, {"errno": refused.errno})
+            _answer(parent, {"errno": refused.errno}, settings)
         else:
             if pid == 0:
                 parent.close()
                 _forked(descriptors, here, request.get("shares"))
             children.add(pid)
-            _answer(parent, {"pid": pid})
+            _answer(parent, {"pid": pid}, settings)
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -274,12 +274,13 @@ def _mark_written(run: str) -> bool:
     return f"\0{_MARK}={run}\0".encode() in b"\0" + Path("/proc/self/environ").read_bytes() + b"\0"
 
 
-def _end_alone(run: str, folder: str) -> NoReturn:
+def _end_alone(settings: dict[str, Any]) -> NoReturn:
     """End, now that the parent is gone: its reaper kills this process, and finds through it what children left behind."""
     time.sleep(_LINGER)
     # No reaper is left.
     try:
-        importlib.import_module("attnfuzz.harness.isolation.reaper").clear(run, folder, os.getpid())
+        reaper = importlib.import_module("attnfuzz.harness.isolation.reaper")
+        reaper.clear(settings["run"], settings["folder"], os.getpid())
     finally:
         os._exit(0)
 
@@ -323,11 +324,12 @@ def _request(parent: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     return (json.loads(content) if content else None), list(descriptors)
 
 
-def _answer(parent: socket.socket, message: dict[str, Any]) -> None:
+def _answer(parent: socket.socket, message: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Send an answer; the parent may have been killed since it asked."""
     try:
         parent.send(json.dumps(message).encode())
     except OSError:
-        os._exit(0)
+        _end_alone(settings)
 
 
 def _reaped(pid: int) -> int | None:

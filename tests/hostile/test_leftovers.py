@@ -23,7 +23,7 @@ from attnfuzz.harness.isolation.supervisor import Supervisor
 
 ECHO = Task("support.tasks:echo", {}, {"kernel": 30.0, "start": 30.0})
 
-PARENT = """
+_BEGIN = """
 import sys, tempfile, time
 sys.path.insert(0, sys.argv[1])
 tempfile.tempdir = sys.argv[2]
@@ -33,8 +33,22 @@ from attnfuzz.harness.isolation.supervisor import Supervisor
 forkserver = Forkserver(["json"])
 supervisor = Supervisor(forkserver, memory=1 << 30)
 supervisor.run(Task("support.tasks:echo", {}, {}))
-print(forkserver.run, forkserver.folder, forkserver._reaper.pid, forkserver._template.pid, flush=True)
-supervisor.run(Task("support.tasks:dies", {"how": "c loop"}, {"kernel": 600.0}))
+def ready():
+    print(forkserver.run, forkserver.folder, forkserver._reaper.pid, forkserver._template.pid, flush=True)
+"""
+
+PARENT = f"""{_BEGIN}
+ready()
+supervisor.run(Task("support.tasks:dies", {{"how": "c loop"}}, {{"kernel": 600.0}}))
+"""
+
+PARENT_THAT_ASKS = f"""{_BEGIN}
+# The template process waits 5 s for the end of a child that lives.
+(child,) = forkserver._children
+forkserver._template._connection.send(b'{{"reap": %d}}' % child.pid)
+time.sleep(0.5)
+ready()
+time.sleep(600.0)
 """
 
 
@@ -138,6 +152,18 @@ def test_without_a_reaper_the_rest_ends_by_itself(at_once: bool, place: Path, be
     parent.wait()
     wait_until(lambda: not list(reaper.marked(run)), 10)
     wait_until(lambda: not Path(folder).exists(), 10)
+
+
+def test_without_a_reaper_a_request_without_a_reader_of_its_answer_ends_the_rest(place: Path) -> None:
+    """The parent is killed after it has asked the template process for something, and before it has the answer."""
+    command = [sys.executable, "-c", PARENT_THAT_ASKS, str(TESTS), str(place)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        run, folder, first, _ = parent.stdout.readline().split()
+        os.kill(int(first), signal.SIGKILL)
+        parent.kill()
+    wait_until(lambda: not list(reaper.marked(run)), 10)
+    assert not Path(folder).exists()
 
 
 def test_the_next_run_clears_what_nobody_could(place: Path, begin: Begin) -> None:
