@@ -271,6 +271,7 @@ def protocol_of(kernel: Kernel) -> Callable[[Problem, Config, tuple[int, ...]], 
     """Return the kernel's own `protocol`, or None where it has none.
 
     What it builds runs on the CPU as the kernel's warp roles, under a schedule: the choice at each point at which several of them
-    may go on, or an asynchronous operation may finish. A launch raises a `ProtocolFault` if they do not wait as they must.
+    may go on, or an asynchronous operation may finish; -N at its start holds back the Nth role, which goes on only where nothing
+    else can. A launch raises a `ProtocolFault` if they do not wait as they must.
     """
     return getattr(kernel, "protocol", None)

@@ -109,7 +109,7 @@ _MOST_AFTER = 1000
 """Largest number of earlier Cases: a file with more was not written here."""
 _MOST_CHOICES = 1000
 """Largest number of choices in a schedule."""
-_LARGEST_CHOICE = 99
+_LARGEST_CHOICE, _LAST_ROLE = 99, 99
 _SCALE_LIMIT = 2.0**40
 _NO_SINKS: SinkValues = SINK_VALUES[0]
 """What a Recipe says of sinks where the Problem has none: each Trial has one Case."""
@@ -148,7 +148,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Kernel name, Problem, Recipe, Config and check: frozen, hashable, JSON both ways. Canonical JSON is its identity.
 
     `after`: Cases of the same kernel that run first, in the same new process, whatever their Verdicts; they have none themselves.
-    `schedule`: for the check protocol, the choice at each point at which several roles or operations may go on, 0 behind its end.
+    `schedule`: for the check protocol, the choice at each point at which several roles or operations may go on, 0 behind its end;
+    -N at its start holds back the Nth role.
     """
 
     kernel: str
@@ -273,10 +274,11 @@ def _schedule(data: dict[str, Any]) -> tuple[int, ...]:
     schedule: tuple[int, ...] = _part({"schedule": [], **data}, "schedule", tuple[int, ...])
     if schedule and data.get("check") != "protocol":
         raise BadCase(f"case.schedule={shown(schedule)}: only the check protocol has one; leave it out, or give check=protocol")
-    if len(schedule) > _MOST_CHOICES or not all(0 <= each <= _LARGEST_CHOICE for each in schedule):
+    choices = schedule[1:] if -_LAST_ROLE <= min(schedule[:1], default=0) < 0 else schedule
+    if len(schedule) > _MOST_CHOICES or not all(0 <= each <= _LARGEST_CHOICE for each in choices):
         raise BadCase(
-            f"case.schedule={shown(schedule)}: not at most {_MOST_CHOICES} choices from 0 to {_LARGEST_CHOICE}; "
-            "give a file that `attnfuzz run` wrote"
+            f"case.schedule={shown(schedule)}: not at most {_MOST_CHOICES} choices from 0 to {_LARGEST_CHOICE}, "
+            f"the first perhaps from -1 to -{_LAST_ROLE}; give a file that `attnfuzz run` wrote"
         )
     return schedule
 

@@ -9,6 +9,8 @@ __all__ = ["SCHEDULES"]
 _MOST_CHOICES = 96
 """A block of four tiles has up to 160 points at which several things may happen."""
 _LARGEST_CHOICE = 5
+_MOST_ROLES = 6
+"""Of a block, that are held back; numbers count modulo the roles that there are."""
 
 
 def _without_last_zeros(choices: list[int]) -> tuple[int, ...]:
@@ -20,9 +22,12 @@ def _without_last_zeros(choices: list[int]) -> tuple[int, ...]:
 
 @st.composite
 def _schedules(draw: st.DrawFn) -> tuple[int, ...]:
+    # Choices alone hardly ever hold one role back for long.
+    held = draw(st.integers(-_MOST_ROLES, _MOST_ROLES))
     length = draw(st.integers(0, _MOST_CHOICES))
-    return _without_last_zeros(draw(st.lists(st.integers(0, _LARGEST_CHOICE), min_size=length, max_size=length)))
+    choices = _without_last_zeros(draw(st.lists(st.integers(0, _LARGEST_CHOICE), min_size=length, max_size=length)))
+    return (held, *choices) if held < 0 else choices
 
 
 SCHEDULES = _schedules()
-"""Short ones first; choices count modulo the options that there are."""
+"""Short ones first, half of them with a role that is held back; choices count modulo the options that there are."""

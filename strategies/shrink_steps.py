@@ -155,10 +155,18 @@ def _simpler(case: Case, variants: Sequence[Variant], can: Capabilities) -> Iter
 
 
 def _shorter_schedules(schedule: tuple[int, ...], case: Case) -> Iterator[Case]:
-    """Take no choice at all, fewer choices, then others as late as allowed, then lower numbers."""
+    """Take no choice at all, no role that is held back, fewer choices, then others as late as allowed, then lower numbers."""
     if not schedule:
         return
     yield replace(case, schedule=())
+    if schedule[0] < 0:
+        held, schedule = schedule[:1], schedule[1:]
+        yield replace(case, schedule=schedule)
+        yield from (replace(case, schedule=(*held, *each.schedule)) for each in _shorter_schedules(schedule, case))
+        if held != (-1,):
+            yield replace(case, schedule=(-1, *schedule))
+            yield replace(case, schedule=(held[0] + 1, *schedule))
+        return
     size = len(schedule) // 2
     while size:
         yield replace(case, schedule=schedule[:-size])

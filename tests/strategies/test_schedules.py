@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from msgspec.structs import replace
 from support.subjects import LIMITS, Subject
@@ -46,6 +48,8 @@ def test_a_schedule_has_no_zeros_at_its_end() -> None:
     assert () in values
     assert all(not each or each[-1] for each in values)
     assert max(map(len, values)) > 60
+    assert 60 <= sum(min(each, default=0) < 0 for each in values) <= 140
+    assert {each[0] for each in values if each} >= {-6, -1}
 
 
 def test_a_schedule_is_part_of_the_case() -> None:
@@ -60,7 +64,8 @@ def test_a_schedule_is_part_of_the_case() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('"check":"protocol","schedule":[-1]', "choices from 0 to 99"),
+        ('"check":"protocol","schedule":[0,-1]', "choices from 0 to 99"),
+        ('"check":"protocol","schedule":[-100]', "the first perhaps from -1 to -99"),
         ('"check":"protocol","schedule":[100]', "choices from 0 to 99"),
         ('"check":"protocol","schedule":' + str([0] * 1001), "not at most 1000 choices"),
         ('"check":"protocol","schedule":"x"', "schedule"),
@@ -97,3 +102,20 @@ def test_schedules_shrink_towards_none() -> None:
 
     assert shrunk((3, 2)).schedule == (0, 0, 0, 2)
     assert shrunk((4, 1)).schedule == (0, 0, 0, 0, 1)
+
+
+def test_a_role_that_is_held_back_remains_where_it_is_needed() -> None:
+    variants = all_variants(Subject(), "cpu")
+
+    def shrunk(schedule: tuple[int, ...], fails: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
+        now = Case(kernel="x.y", problem=PROBLEM, check="protocol", schedule=schedule)
+        while True:
+            steps = (each for each in simpler(now, variants) if each.check == "protocol" and each != now)
+            if (better := next((each for each in steps if fails(each.schedule)), None)) is None:
+                return now.schedule
+            now = better
+
+    assert shrunk((-5, 0, 3, 1), lambda each: min(each, default=0) < 0) == (-1,)
+    assert shrunk((-5, 0, 3, 1), lambda each: each[:1] in ((-5,), (-4,))) == (-4,)
+    assert shrunk((-5, 0, 3, 1), lambda each: each[:1] == (-5,) and 3 in each) == (-5, 0, 3)
+    assert shrunk((-5, 0, 3, 1), lambda each: 3 in each) == (0, 3)

@@ -1,8 +1,8 @@
 """Run a PrimFunc with warp roles on the CPU, block by block, as its roles under a schedule.
 
 A schedule is a short sequence of numbers, the choice at each point at which several things may happen; 0, and whatever is behind
-its end, lets roles go on as far as they can and asynchronous operations finish as late as barriers allow. Each block of the grid
-runs under the same schedule.
+its end, lets roles go on as far as they can and asynchronous operations finish as late as barriers allow. -N at its start holds
+back the Nth role: it goes on only where nothing else can. Each block of the grid runs under the same schedule.
 """
 
 from __future__ import annotations

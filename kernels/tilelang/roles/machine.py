@@ -120,17 +120,22 @@ class Machine:
     def run(self, schedule: Sequence[int] = ()) -> int:
         """Run to the end; `schedule` has the choice at each point with several options, 0 behind its end.
 
+        A negative number at its start, -N, holds back the Nth role: it goes on only where nothing else can.
+
         Returns:
             the number of such points.
 
         Raises:
             ProtocolFault: what is wrong.
         """
-        points = 0
+        held, choices, points = -1, tuple(schedule), 0
+        if choices and choices[0] < 0:
+            held, choices = (-choices[0] - 1) % len(self.runners), choices[1:]
         while options := self.options():
+            options = [each for each in options if each.place >= 0 or each.role != held] or options
             choice = 0
             if len(options) > 1:
-                choice = schedule[points] % len(options) if points < len(schedule) else 0
+                choice = choices[points] % len(options) if points < len(choices) else 0
                 points += 1
             self.take(options[choice])
         self.check_end()

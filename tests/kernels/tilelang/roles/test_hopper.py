@@ -10,10 +10,14 @@ pytest.importorskip("tilelang")
 torch = pytest.importorskip("torch")
 
 from attnfuzz.kernels.faults.planted import Edit, planted_copy  # noqa: E402
+from attnfuzz.kernels.support.protocol import ProtocolFault  # noqa: E402
 from attnfuzz.kernels.tilelang.roles import lowering  # noqa: E402
 from attnfuzz.kernels.tilelang.roles.executor import executable  # noqa: E402
+from attnfuzz.kernels.tilelang.roles.machine import Machine  # noqa: E402
 from attnfuzz.kernels.tilelang.roles.steps import BlockProgram  # noqa: E402
 from attnfuzz.kernels.tilelang.roles.trying import first_fault  # noqa: E402
+from attnfuzz.strategies.draw import draw_values  # noqa: E402
+from attnfuzz.strategies.schedules import SCHEDULES  # noqa: E402
 
 MODULE = "attnfuzz.kernels.tilelang.dense_device"
 OPTIONS = {
@@ -71,3 +75,16 @@ def test_warps_that_wait_and_copy_nothing_may_wait_without_end(monkeypatch: pyte
     shown = first_fault(program, 1 + len(program.roles), 0)
     assert shown is not None
     assert (shown.fault.kind, shown.fault.role) == ("deadlock", "waiting threads 32-127")
+    assert shown.schedule == (-2,)
+
+
+def test_drawn_schedules_show_it_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowering, "copying_warp_waits", contextlib.nullcontext)
+    program, found, drawn = forward_block(), 0, list[tuple[int, ...]]()
+    draw_values(SCHEDULES, drawn.append, seed=3, examples=100)
+    for schedule in drawn:
+        try:
+            Machine(program).run(schedule)
+        except ProtocolFault as fault:
+            found += fault.kind == "deadlock"
+    assert found >= 8
