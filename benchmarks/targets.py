@@ -177,8 +177,9 @@ def peers(device: Device) -> Iterable[Row]:
 
 
 def suite(_: Device) -> Iterable[Row]:
-    """The tests of this repository, with as many processes as cores and with half of them."""
-    for processes in (str(len(os.sched_getaffinity(0))), str(max(1, len(os.sched_getaffinity(0)) // 2))):
+    """The tests of this repository, with as many processes as cores and with three quarters of them."""
+    cores = len(os.sched_getaffinity(0))
+    for processes in (str(cores), str(max(1, 3 * cores // 4))):
         start = time.monotonic()
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", processes]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -110,7 +110,7 @@ def _run_campaign(
         coordinator = Coordinator(context, states, executing, settings.workers if processes else 1)
         coordinator.broken += refused
         if processes:
-            coordinator.shared_gpu = processes.shared_gpu
+            coordinator.shared_gpu, coordinator.ended_sharing = processes.shared_gpu, processes.ended_sharing
         work = partial(processes.work, coordinator) if processes else _worker(coordinator, executing).work
         return _run(coordinator, work, skipped, start)
     finally:

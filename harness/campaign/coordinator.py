@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -42,6 +43,8 @@ _LONGEST: dict[Device, float] = {"cpu": 10.0, "cuda": 60.0}
 _PARTS = 2
 """Turns in which a kernel has its share."""
 _WAIT = 0.05
+_ENDS_SHARING = ("crash", "hang", "illegal-access", "exception")
+"""Kinds of failures that may end the sharing of a GPU."""
 _MANY = 4
 """Workers at work for each kernel from which they stay with it: kernels then have the same time within a fourth."""
 
@@ -63,6 +66,8 @@ class Coordinator:
         self.errors: list[Exception] = []
         self.shared_gpu: Callable[[], SharedGpu | None] = lambda: None
         """Returns how long the workers have shared the GPU; None: they were not to."""
+        self.ended_sharing: Callable[[], tuple[Case, ...]] = tuple
+        """Returns the Cases whose process ended sharing."""
         self._begun: float | None = None
         """When the first turn began."""
         self._had_turns: set[int] = set()
@@ -280,6 +285,7 @@ class Coordinator:
             missing = [each.kernel.name for each in stored if each.earlier.not_replayed]
             self.context.replays.update({each.kernel.name: each.earlier.replayed for each in stored}, missing)
         not_kept = next((each.findings.not_kept for each in self.states.values() if each.findings.not_kept), None)
+        shared = self.shared_gpu()
         finished = CampaignFinished(
             summaries=tuple(summaries),
             skipped=tuple(skipped),
@@ -289,10 +295,23 @@ class Coordinator:
             lost=lost,
             not_kept=not_kept,
             seed=self.context.settings.seed,
-            shared_gpu=self.shared_gpu(),
+            shared_gpu=shared and dataclasses.replace(shared, cases=self._unexplained(shared, summaries)),
         )
         self.context.listener(finished)
         return finished
+
+    def _unexplained(self, shared: SharedGpu, summaries: Sequence[KernelSummary]) -> tuple[str, ...]:
+        """Write the Cases whose process ended sharing, where their kernel has no failure that does so; return the files."""
+        if (corpus := self.context.corpus) is None or shared.reason is None:
+            return ()
+        findings = [each for summary in summaries for each in (*summary.findings, *summary.elsewhere)]
+        known, written = {each.case.kernel for each in findings if each.identity.kind in _ENDS_SHARING}, list[str]()
+        for case in self.ended_sharing():
+            if case.kernel not in known:
+                # A full disk: the reason says what they had in common.
+                with contextlib.suppress(OSError):
+                    written.append(str(corpus.write_unexplained(case)))
+        return tuple(written)
 
     def _compiled(self, wanted: Wanted, done: Compiled) -> None:
         if done.error is not None:

@@ -260,6 +260,12 @@ class Corpus:
         write_whole(path, text + "\n")
         return path
 
+    def write_unexplained(self, case: Case) -> Path:
+        """Write a Case whose process ended for a reason that is not known, to `DIR/unexplained`; returns its path."""
+        path = self.folder.parent / "unexplained" / f"{_slug(case.kernel)}-{case.id}.json"
+        write_whole(path, dumps(case.to_object()) + "\n")
+        return path
+
     def remove(self, path: Path) -> None:
         """Drop a case file that a smaller one replaces, if that can be done: it does no harm."""
         with contextlib.suppress(OSError):

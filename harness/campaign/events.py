@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -275,18 +276,24 @@ class KernelFinished:
 class SharedGpu:
     """How long the workers shared GPUs by CUDA's MPS, where they were to. `reason`: why no longer; None: they did to the end.
 
-    `seconds`: from the start of the server; None: they never did.
+    `seconds`: from the start of the server; None: they never did. `cases`: files of the Cases whose process
+    ended sharing, where no crash or hang of their kernel was found: alone they did not fail like that.
     """
 
     seconds: float | None
     reason: str | None = None
+    cases: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return it in words."""
         if self.seconds is None:
             return f"the workers did not share the GPU by MPS: {self.reason}"
         text = f"the workers shared the GPU by MPS for {self.seconds:.1f} s"
-        return text if self.reason is None else f"{text}, until {self.reason}"
+        text = text if self.reason is None else f"{text}, until {self.reason}"
+        if not self.cases:
+            return text
+        count = f"{len(self.cases)} Case{'s' * (len(self.cases) > 1)}"
+        return f"{text}; alone no crash or hang was seen of its {count}: attnfuzz repro {shlex.quote(self.cases[0])} --repeat 100"
 
 
 @dataclass(frozen=True, slots=True)

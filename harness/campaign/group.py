@@ -22,6 +22,7 @@ from attnfuzz.harness.isolation.root import Root
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.strategies.case import Case
 
 __all__ = ["GroupWorker", "WorkerGroup", "WorkersLost"]
 
@@ -120,6 +121,10 @@ class WorkerGroup:
     def shared_gpu(self) -> SharedGpu | None:
         """Return how long the workers have shared the GPU; None: they were not to."""
         return None
+
+    def ended_sharing(self) -> tuple[Case, ...]:
+        """Return the Cases whose process ended sharing."""
+        return ()
 
     def _start(self, number: int) -> None:
         """Start a worker, and add it to those that live."""

@@ -32,6 +32,7 @@ from attnfuzz.harness.isolation.root import Root
 from attnfuzz.harness.isolation.sharing import NotShared, Sharing
 from attnfuzz.harness.isolation.tasks import preloads
 from attnfuzz.kernels.contract import Kernel
+from attnfuzz.strategies.case import Case, case_from_json
 
 __all__ = ["WorkerProcesses", "start_process"]
 
@@ -171,6 +172,11 @@ class WorkerProcesses(WorkerGroup):
             return least
         gpu = self._gpus[at]
         return replace(least, reason=f"{least.reason} ({gpu if gpu.startswith('GPU-') else f'GPU {gpu}'})")
+
+    def ended_sharing(self) -> tuple[Case, ...]:
+        """Return the Cases whose process ended the sharing of a GPU."""
+        ends = [server.ended() for server in self._sharing if isinstance(server, Sharing)]
+        return tuple(case_from_json(text) for end in ends if end is not None for text in end.cases)
 
     def _shared(self, server: Sharing | NotShared) -> SharedGpu:
         if isinstance(server, NotShared):

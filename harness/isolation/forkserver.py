@@ -22,6 +22,7 @@ from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.child import Child
 from attnfuzz.harness.isolation.folders import clear_left_behind, folder_of, make_folder
 from attnfuzz.harness.isolation.limits import check_open_files, explained
+from attnfuzz.harness.isolation.outcomes import Task
 from attnfuzz.harness.isolation.root import LentTemplate, Root
 from attnfuzz.harness.isolation.sharing import Sharing
 from attnfuzz.harness.isolation.stage_time import Usage
@@ -137,10 +138,10 @@ class Forkserver:
         """Count a child as dead: what it leaves behind may be killed."""
         self._children.discard(child)
 
-    def end_sharing(self, why: str) -> None:
-        """Have no child share the GPU from now on, those of other workers neither."""
+    def end_sharing(self, why: str, task: Task | None = None) -> None:
+        """Have no child share the GPU from now on, those of other workers neither. `task`: whose outcome is the reason."""
         if self.sharing is not None:
-            self.sharing.end(why)
+            self.sharing.end(why, [each.canonical() for each in task.cases] if task else [])
 
     def _started(self) -> Child:
         shares = None if self.sharing is None else self.sharing.on()

@@ -39,10 +39,11 @@ class NotShared(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SharingEnd:
-    """The end of sharing before that of the campaign: when (time.monotonic), and why."""
+    """The end of sharing before that of the campaign: when (time.monotonic), why, and the Cases of the process that ended it."""
 
     at: float
     why: str
+    cases: tuple[str, ...] = ()
 
 
 class Sharing:
@@ -73,8 +74,8 @@ class Sharing:
         # The folder goes with the campaign.
         return not self._over and (self.folder / _OURS).exists() and not (self.folder / _OFF).exists()
 
-    def end(self, why: str) -> None:
-        """End sharing for every worker, and then the server; nothing where it has ended."""
+    def end(self, why: str, cases: Sequence[str] = ()) -> None:
+        """End sharing for every worker, and then the server; nothing where it has ended. `cases`: what was at work, as JSON."""
         first, self._over = not self._over, True
         try:
             descriptor = os.open(self.folder / _OFF, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -85,7 +86,7 @@ class Sharing:
             return
         try:
             with contextlib.suppress(OSError):
-                os.write(descriptor, json.dumps({"at": time.monotonic(), "why": why}).encode())
+                os.write(descriptor, json.dumps({"at": time.monotonic(), "why": why, "cases": list(cases)}).encode())
         finally:
             os.close(descriptor)
         self._quit()
@@ -94,7 +95,7 @@ class Sharing:
         """Return when and why it has ended; None while it goes on."""
         try:
             content = json.loads((self.folder / _OFF).read_text(encoding="utf-8"))
-            return SharingEnd(float(content["at"]), str(content["why"]))
+            return SharingEnd(float(content["at"]), str(content["why"]), tuple(map(str, content["cases"])))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError):

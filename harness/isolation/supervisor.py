@@ -345,7 +345,7 @@ class Supervisor:
         doubtful = child.shares and why != "memory"
         if doubtful:
             # Before it is killed: that breaks the GPU for the others where its kernel does not end.
-            self._forkserver.end_sharing(_reason(running.task, why, stage, seconds, site_in(child.tail())))
+            self._forkserver.end_sharing(_reason(running.task, why, stage, seconds, site_in(child.tail())), running.task)
         item = child.item()
         printed, status = child.output_size(), child.kill()
         if (why == "pipe" or status == LOST_CONNECTION) and stage not in KERNEL_STAGES:

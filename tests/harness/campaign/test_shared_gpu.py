@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from support.engine import Compiling, Sleeper, alive, campaign, descendants, tried, wait_for, workers_of
-from support.mps import QUIT, START, FakeServer
+from support.mps import DIES_WHERE_SHARED, QUIT, START, FakeServer
 
 from attnfuzz.harness.audit.selftest import faults as selftest
 from attnfuzz.harness.campaign import processes
 from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.corpus import read_case
 from attnfuzz.harness.campaign.events import CampaignFinished, Event, SharedGpu, TrialFinished
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.cli.main import main
@@ -89,9 +90,25 @@ def test_a_crash_ends_sharing_and_is_found_by_a_process_that_does_not(server: Fa
     found = shared_gpu(done)
     assert found.reason is not None
     assert "a process ended in stage kernel" in found.describe()
+    assert found.cases == (), "it is explained"
+    assert not (tmp_path / "out" / "unexplained").exists()
     assert server.calls == [START, QUIT], "once"
     assert not any(each.disturbances.killed for each in done.summaries)
     assert alone.shared_gpu is None
+
+
+def test_a_crash_that_does_not_show_again_leaves_its_cases(server: FakeServer, tmp_path: Path) -> None:
+    done, events = campaign([DIES_WHERE_SHARED], tmp_path / "out", max_examples=12, workers=2, share_gpu=True)
+    assert not done.findings
+    found = shared_gpu(done)
+    assert found.cases
+    kept = [read_case(Path(each)).case for each in found.cases]
+    assert all(Path(each).parent == tmp_path / "out" / "unexplained" for each in found.cases)
+    assert {each.id for each in kept} <= set(tried(events))
+    assert f"alone no crash or hang was seen of its {len(kept)} Case" in found.describe()
+    again = CliRunner().invoke(main, ["repro", "--kernel", "support.mps:DIES_WHERE_SHARED", "--device", "cpu", found.cases[0]])
+    assert again.exit_code == 0, again.output
+    assert server.calls == [START, QUIT]
 
 
 def test_tasks_that_the_end_of_the_budget_ends_are_no_reason(server: FakeServer) -> None:
