@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities
 from attnfuzz.strategies.case import Case, Recipe, with_check
-from attnfuzz.strategies.shrink_steps import PLAIN, all_shorter, fewer_heads, fewer_sequences, smaller_shapes, with_changes
+from attnfuzz.strategies.shrink_sizes import all_shorter, fewer_heads, fewer_sequences, smaller_shapes, with_changes
+from attnfuzz.strategies.shrink_steps import PLAIN
 from attnfuzz.strategies.variants import Variant
 
 __all__ = ["nearly_minimal"]
