@@ -51,7 +51,7 @@ from attnfuzz.harness.trial import batch as trial_batch
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.draw import drawn
 from attnfuzz.strategies.trials import trial_cases

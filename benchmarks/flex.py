@@ -34,9 +34,10 @@ from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Inputs
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.expressions.named import alibi
 from attnfuzz.kernels.expressions.tree import to_data
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.triton.blockmask import band_of
 from attnfuzz.strategies.case import Recipe
 

@@ -30,7 +30,8 @@ from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Inputs, Kernel
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Recipe
 
 PEERS = ("sdpa flash", "sdpa cudnn", "flex")

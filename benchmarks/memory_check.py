@@ -24,7 +24,7 @@ from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.trial.bench import Bench
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.support import memory
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import cases

@@ -39,7 +39,7 @@ from attnfuzz.harness.cli.options import file_to_write
 from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.harness.core.gpus import gpus
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 ROOT = Path(__file__).parent.parent
 INTERPRETED, COMPILED = "triton.varlen", "tilelang.gqa.split"

@@ -30,9 +30,10 @@ from rich.progress import track
 
 from attnfuzz.harness.core.environment import device_name, resolve_device, versions
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import BadArgument, Problem, reject
+from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.tilelang.build import compiled
-from attnfuzz.kernels.tilelang.tiles import CONFIGS, PAD, fits
+from attnfuzz.kernels.tilelang.hopper import CONFIGS, PAD, fits
 from attnfuzz.kernels.tilelang.tuned import ARCH, NAMES, Row, Table, config_of, key_of, read
 
 Tiles = tuple[int, int, int, int]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.problem import Problem, reject
+from attnfuzz.kernels.errors import reject
+from attnfuzz.kernels.problem import Problem
 
 __all__ = ["ARCHITECTURES", "Lowers", "MachineCode", "Operand", "Required", "Requires", "Unit", "capability", "shared_limit"]
 

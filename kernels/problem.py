@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from attnfuzz.kernels.errors import BadArgument, reject, shown
+from attnfuzz.kernels.errors import reject
 from attnfuzz.kernels.expressions.ranges import Sizes, why_outside
 from attnfuzz.kernels.expressions.tree import DEEPEST, captured, parse, size_of, to_data
 
@@ -17,7 +17,6 @@ __all__ = [
     "ORDERS",
     "OUTPUT_NAMES",
     "SINKS",
-    "BadArgument",
     "Causal",
     "Dtype",
     "Layout",
@@ -26,8 +25,6 @@ __all__ = [
     "OutputName",
     "Packing",
     "Problem",
-    "reject",
-    "shown",
     "strides_of",
 ]
 

@@ -24,8 +24,6 @@ from attnfuzz.kernels.support.file_target import file_target
 from attnfuzz.kernels.support.import_trial import why_fatal
 from attnfuzz.kernels.targets import (
     MEMBERS,
-    LeavesProcess,
-    MissingObject,
     checked_name,
     instance,
     is_target,
@@ -39,8 +37,6 @@ from attnfuzz.kernels.targets import (
 __all__ = [
     "ENTRY_POINT_GROUP",
     "MEMBERS",
-    "LeavesProcess",
-    "MissingObject",
     "Origin",
     "UnknownKernel",
     "built_in_names",
@@ -48,8 +44,6 @@ __all__ = [
     "get",
     "is_local",
     "is_released",
-    "is_target",
-    "look_in",
     "members",
     "missing_members",
     "names",

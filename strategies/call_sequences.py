@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import LAYOUTS, Layout
 from attnfuzz.strategies.case import Case, Check
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.earlier_calls import other_problems

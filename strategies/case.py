@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.problem import BadArgument, Problem, reject, shown
+from attnfuzz.kernels.errors import BadArgument, reject, shown
+from attnfuzz.kernels.problem import Problem
 
 __all__ = [
     "CALLS",

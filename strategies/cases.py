@@ -17,9 +17,9 @@ from attnfuzz.kernels.problem import Causal, Problem
 from attnfuzz.strategies.case import DEFAULT_TILE, SINK_VALUES, Case
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.heads import heads
-from attnfuzz.strategies.kernel_limits import shapes_in_room, within_limits
+from attnfuzz.strategies.kernel_limits import Room, shapes_in_room, within_limits
 from attnfuzz.strategies.layouts import layouts, of_pages
-from attnfuzz.strategies.lengths import Room, batches, blocks_in_room, corners, fits, parts_of_keys, weighted, whole_blocks
+from attnfuzz.strategies.lengths import batches, blocks_in_room, corners, fits, parts_of_keys, weighted, whole_blocks
 from attnfuzz.strategies.modifiers import Blocks, Chosen, modifiers, windows
 from attnfuzz.strategies.recipes import recipes, scales
 from attnfuzz.strategies.variants import Variant, all_variants, one_variant

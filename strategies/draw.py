@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import engine, providers
 
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 
 __all__ = ["draw_values", "drawn", "no_local_constants"]
 

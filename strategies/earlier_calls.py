@@ -13,7 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Config, Device, Kernel
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import CALLS, Case, Check
 
 __all__ = ["earlier_problems", "other_problems", "takes_call", "why_not_call"]

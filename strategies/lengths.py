@@ -14,7 +14,7 @@ from attnfuzz.strategies.kernel_limits import Room, narrowed
 _T = TypeVar("_T")
 _Pair = tuple[int, int]
 
-__all__ = ["Room", "batches", "blocks_in_room", "corners", "edges", "fits", "fitted", "parts_of_keys", "weighted", "whole_blocks"]
+__all__ = ["batches", "blocks_in_room", "corners", "edges", "fits", "fitted", "parts_of_keys", "weighted", "whole_blocks"]
 
 _PASSED = (0, 1, -1, 2)
 """Tokens by which a diagonal passes a corner of tiles."""

@@ -10,7 +10,8 @@ import msgspec
 from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel
-from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Causal, Dtype, Problem
 from attnfuzz.strategies.case import SINK_VALUES, Case
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.kernel_limits import within_limits

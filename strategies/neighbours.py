@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.expressions.tree import KV, Q, S, parse, to_data
-from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
+from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem
 from attnfuzz.strategies.case import CALLS, DEFAULT_TILE, SINK_VALUES, Case, Pattern, with_check, with_problem
 
 if TYPE_CHECKING:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, Shape
-from attnfuzz.kernels.problem import BadArgument, Packing, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Packing, Problem
 from attnfuzz.strategies.case import RELATIONS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.heads import heads
-from attnfuzz.strategies.kernel_limits import shapes_in_room, within_limits
-from attnfuzz.strategies.lengths import Room, batches
+from attnfuzz.strategies.kernel_limits import Room, shapes_in_room, within_limits
+from attnfuzz.strategies.lengths import batches
 from attnfuzz.strategies.recipes import scales
 from attnfuzz.strategies.relation_problems import SPREAD, related_problems, spread, why_not_relation
 from attnfuzz.strategies.variants import Variant, all_variants, one_variant

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Shape, shape_fields
-from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem
 from attnfuzz.strategies.case import RELATIONS, Case, with_problem
 
 __all__ = [

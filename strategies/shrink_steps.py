@@ -13,8 +13,9 @@ from typing import Final
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.expressions.tree import parse, to_data
-from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout
+from attnfuzz.kernels.problem import LAYOUTS, Layout
 from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Case, Recipe, with_check, with_problem
 from attnfuzz.strategies.shrink_sizes import (
     CONTIGUOUS,

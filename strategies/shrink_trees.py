@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.expressions.tree import Expression, S, node
-from attnfuzz.kernels.problem import BadArgument
 from attnfuzz.strategies.modifiers import HIDING
 
 __all__ = ["simpler_trees"]

@@ -11,7 +11,8 @@ from itertools import islice
 from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields
-from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Needs, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Causal, Dtype, Needs, Problem
 from attnfuzz.strategies.case import DEFAULT_TILE
 from attnfuzz.strategies.compiled_modifiers import hides_first_keys, hiding_tile, pooled
 from attnfuzz.strategies.modifiers import Chosen

@@ -22,7 +22,8 @@ from attnfuzz.harness.core.environment import has_cuda
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Built, Inputs
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case
 
 KERNEL = "torch.reference_cpu"

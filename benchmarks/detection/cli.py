@@ -17,7 +17,8 @@ from attnfuzz.harness.cli.options import CLEAN, INTERRUPTED, WRONG_USE, FiniteRa
 from attnfuzz.harness.core.files import write_whole
 from attnfuzz.harness.report.progress import progress_on
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import OUTPUT_NAMES, reject
+from attnfuzz.kernels.errors import reject
+from attnfuzz.kernels.problem import OUTPUT_NAMES
 from detection.contest import METHODS, Result, Turn, played
 from detection.tables import show
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.expressions.named import alibi
 from attnfuzz.kernels.expressions.tree import KV, Expression, Q, S, to_data, to_float
-from attnfuzz.kernels.problem import BadArgument, Layout, Problem
+from attnfuzz.kernels.problem import Layout, Problem
 from attnfuzz.strategies.case import Case, Recipe
 
 __all__ = ["Consume", "case_of", "flash_attention", "flex_attention", "tilelang_examples"]

@@ -17,7 +17,7 @@ from attnfuzz.harness.campaign.settings import duration
 from attnfuzz.harness.cli.options import file_to_write
 from attnfuzz.harness.core.environment import device_name, resolve_device, versions
 from attnfuzz.harness.core.text import dumps
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from throughput.campaigns import NotMeasured
 from throughput.plan import Plan, runnable
 from throughput.tables import Sheet

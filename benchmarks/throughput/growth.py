@@ -17,7 +17,8 @@ from attnfuzz.harness.campaign.settings import PROFILES
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import Problem, reject
+from attnfuzz.kernels.errors import reject
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case, Recipe
 from throughput.campaigns import NotMeasured, Stamps, Trials, campaign, run_for
 from throughput.plan import Plan

@@ -23,7 +23,7 @@ from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.harness.report.machine import campaign_object
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 
 
 class Log:

@@ -11,7 +11,7 @@ from typing import Any
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 from throughput.campaigns import NotMeasured
 from throughput.processes import cold_caches, lists_option
 

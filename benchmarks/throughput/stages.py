@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from attnfuzz.harness.campaign.account import STAGES, STEPS
-from attnfuzz.harness.campaign.workers import auto_workers
+from attnfuzz.harness.campaign.worker_count import auto_workers
 from throughput.campaigns import NotMeasured
 from throughput.commands import Finished, run_command
 from throughput.plan import Plan

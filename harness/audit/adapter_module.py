@@ -16,7 +16,7 @@ from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters.like import adapt, keywords_of
 from attnfuzz.kernels.contract import Capabilities, Device, Kernel
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.support.file_module import importable_name
 from attnfuzz.kernels.support.file_target import FileTarget, Like, file_target, read_like
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from attnfuzz.kernels.problem import OutputName, reject
+from attnfuzz.kernels.errors import reject
+from attnfuzz.kernels.problem import OutputName
 from attnfuzz.strategies.case import Case, case_from_object
 
 if TYPE_CHECKING:

@@ -20,7 +20,9 @@ from attnfuzz.harness.isolation.kernel_ref import import_from, packed, unpickled
 from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels import adapters, registry
 from attnfuzz.kernels.contract import Built, Capabilities, Config, ConfigValue, Device, Kernel
-from attnfuzz.kernels.problem import BadArgument, Problem, reject
+from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.targets import is_target, look_in
 
 __all__ = ["LoadError", "as_kernel", "import_from_sources", "loaded", "reference", "title"]
 
@@ -51,7 +53,7 @@ def reference(kernel: Any) -> dict[str, Any]:
         BadArgument: it is neither text nor an object that another process can import; the text says why not.
     """
     if isinstance(kernel, str):
-        return {"target": kernel} if registry.is_target(kernel) else {"name": kernel}
+        return {"target": kernel} if is_target(kernel) else {"name": kernel}
     if inspect.isclass(kernel):
         raise reject("kernel", kernel.__name__, "it is a class", f"give an instance, {kernel.__name__}(...)")
     if not callable(kernel) and (missing := registry.missing_members(kernel)):
@@ -81,7 +83,7 @@ def loaded(parcel: Mapping[str, Any]) -> Any:
     """
     target = parcel.get("target") or registry.target(parcel.get("name", ""))
     if target is not None and not target.startswith("attnfuzz."):
-        registry.look_in()
+        look_in()
         _import(target.partition(":")[0])
     if "target" in parcel:
         return registry.object_at(parcel["target"])

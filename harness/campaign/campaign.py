@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.context import CampaignContext, worker_context
 from attnfuzz.harness.campaign.coordinator import Coordinator, LocalTurns
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import (
@@ -18,24 +18,25 @@ from attnfuzz.harness.campaign.events import (
     KernelSkipped,
     Listener,
 )
-from attnfuzz.harness.campaign.group import WorkerGroup, WorkersLost
+from attnfuzz.harness.campaign.executor import executor_of
 from attnfuzz.harness.campaign.journal import left_behind
 from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.plan import plan_of
-from attnfuzz.harness.campaign.processes import WorkerProcesses
 from attnfuzz.harness.campaign.replays import ReplayRecord
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.shared_failures import SharedFailures
-from attnfuzz.harness.campaign.worker import Worker, executor_for, executor_of, worker_context
+from attnfuzz.harness.campaign.worker import Worker
+from attnfuzz.harness.campaign.worker_group import WorkerGroup, WorkersLost
+from attnfuzz.harness.campaign.worker_processes import WorkerProcesses
 from attnfuzz.harness.core.signals import ending, interrupted_once, uninterrupted
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 from attnfuzz.kernels.support.third_party import ThirdPartyError, guarded
 from attnfuzz.kernels.targets import why_not_on
 
-__all__ = ["executor_for", "run_campaign"]
+__all__ = ["run_campaign"]
 
 
 def run_campaign(

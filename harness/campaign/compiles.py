@@ -20,7 +20,7 @@ from typing import Literal
 from attnfuzz.harness.campaign.journal import Journal
 from attnfuzz.harness.campaign.marks import Marks
 from attnfuzz.harness.isolation.executors import Compiled, Compiler, Executor
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.strategies.case import Case
 
 __all__ = ["CompileService", "KeyState", "Wanted"]

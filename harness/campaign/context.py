@@ -17,7 +17,7 @@ from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.kernels.contract import Device
 from attnfuzz.strategies.case import Case
 
-__all__ = ["Batch", "CampaignContext", "WorkerContext", "batch_for"]
+__all__ = ["Batch", "CampaignContext", "WorkerContext", "batch_for", "worker_context"]
 
 
 _AROUND = 256
@@ -103,3 +103,15 @@ def shrink_seconds(settings: Settings, end: float | None) -> float:
     """Return how long one failure may be shrunk: as the profile says, and after the end only for the grace of the settings."""
     most = PROFILES[settings.profile].shrink if settings.shrink is None else settings.shrink
     return most if end is None else min(most, max(0.0, end + settings.grace - time.monotonic()))
+
+
+def worker_context(settings: Settings, executor: Executor, end: float | None) -> WorkerContext:
+    """Return what the kernels of one worker share; its journal is its own."""
+    return WorkerContext(
+        settings=settings,
+        executor=executor,
+        journal=Journal(settings.out) if settings.out else None,
+        maps=MapWriter(settings.out) if settings.out and settings.maps else None,
+        end=end,
+        batch=batch_for(settings),
+    )

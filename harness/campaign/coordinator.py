@@ -11,6 +11,7 @@ from typing import Literal
 
 from attnfuzz.harness.campaign.compiles import CompileService, KeyState, Wanted
 from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.coverage import Phase
 from attnfuzz.harness.campaign.events import (
     CampaignFinished,
     Event,
@@ -19,16 +20,15 @@ from attnfuzz.harness.campaign.events import (
     KernelFinished,
     KernelSkipped,
     KernelSummary,
-    Phase,
     SharedGpu,
     TrialFinished,
 )
 from attnfuzz.harness.campaign.journal import LeftBehind
 from attnfuzz.harness.campaign.kernel_state import KernelState
-from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.marks import Marks
 from attnfuzz.harness.campaign.replays import SHARE
 from attnfuzz.harness.campaign.rounds import Round
+from attnfuzz.harness.campaign.worker_link import Turn, TurnEnd
 from attnfuzz.harness.isolation.executors import Compiled, Executor
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
@@ -50,7 +50,7 @@ _MANY = 4
 
 
 class Coordinator:
-    """Everything about a campaign that its workers share: it is the Campaign of link.py for workers in its own process.
+    """Everything about a campaign that its workers share: it is the Campaign of worker_link.py for workers in its own process.
 
     Args:
         context: settings, listener, corpus, end.

@@ -22,7 +22,7 @@ from attnfuzz.harness.core.text import dumps, one_line
 from attnfuzz.harness.judge.diagnosis.model import Pattern
 from attnfuzz.harness.judge.failure import Identity, Place
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 from attnfuzz.kernels.support.file_target import as_options, file_target, is_readable
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 

@@ -33,12 +33,10 @@ __all__ = [
     "KernelStarted",
     "KernelSummary",
     "Listener",
-    "Phase",
     "Rate",
     "ReplayStarted",
     "Shrunk",
     "TrialFinished",
-    "Worst",
 ]
 
 Rate = tuple[int, int]

@@ -17,11 +17,11 @@ from attnfuzz.harness.campaign.clocks import ReplayClock, TrialClock
 from attnfuzz.harness.campaign.context import Batch, WorkerContext
 from attnfuzz.harness.campaign.earlier import EarlierCase
 from attnfuzz.harness.campaign.events import Finding
-from attnfuzz.harness.campaign.link import Campaign, Turn, TurnEnd
 from attnfuzz.harness.campaign.minimise import Minimiser
 from attnfuzz.harness.campaign.plan import KernelPlan, cases_of
 from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.campaign.supply import Supply
+from attnfuzz.harness.campaign.worker_link import Campaign, Turn, TurnEnd
 from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.isolation.outcomes import OutOfTime
 from attnfuzz.harness.judge.failure import Identity

@@ -17,11 +17,11 @@ from attnfuzz.harness.campaign.earlier import EarlierCase, EarlierCases
 from attnfuzz.harness.campaign.events import CompileFinished, Finding, KernelStarted, KernelSummary
 from attnfuzz.harness.campaign.findings import Findings
 from attnfuzz.harness.campaign.journal import LeftBehind
-from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import KernelPlan
 from attnfuzz.harness.campaign.rounds import Rounds
 from attnfuzz.harness.campaign.settings import PROFILES
 from attnfuzz.harness.campaign.undrawn import models_left_out, never_drawn
+from attnfuzz.harness.campaign.worker_link import Turn, TurnEnd
 from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.isolation.executors import Compiled
 from attnfuzz.harness.judge.failure import Failure, Identity

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 
 if TYPE_CHECKING:
     from attnfuzz.harness.campaign.settings import Settings
@@ -150,7 +150,7 @@ def _shard(text: str | None) -> dict[str, int]:
 def _workers(values: Mapping[str, Any], device: Device) -> int:
     text: str = values.get("workers", "1")
     if text == "auto":
-        from attnfuzz.harness.campaign.workers import auto_workers
+        from attnfuzz.harness.campaign.worker_count import auto_workers
 
         return 1 if values["in_process"] else auto_workers(device, share_gpu=not values.get("no_share_gpu"))
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_WORKERS:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from attnfuzz.harness.campaign.options import OPTIONS, Option, settings_from
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 __all__ = ["FILE", "KEYS", "Project", "find_project", "read_project"]
 

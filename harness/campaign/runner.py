@@ -9,14 +9,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import msgspec
 
 from attnfuzz.harness.campaign.account import Account
-from attnfuzz.harness.campaign.events import Phase, Rate
+from attnfuzz.harness.campaign.coverage import Phase
+from attnfuzz.harness.campaign.events import Rate
 from attnfuzz.harness.campaign.journal import Journal, LeftBehind
 from attnfuzz.harness.isolation.executors import Executor
 from attnfuzz.harness.isolation.outcomes import OutOfTime, Past
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.failure import PATTERNED, Identity
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 from attnfuzz.strategies.case import Case
 
 __all__ = ["TrialRunner", "tries"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 from attnfuzz.strategies.cases import Limits
 
 __all__ = ["PROFILES", "Profile", "ProfileName", "Settings", "duration", "profile"]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from attnfuzz.harness.campaign.backlog import Backlog
 from attnfuzz.harness.campaign.context import Batch
 from attnfuzz.harness.campaign.drawer import Drawer, Drawn
-from attnfuzz.harness.campaign.link import Campaign
 from attnfuzz.harness.campaign.plan import KernelPlan
+from attnfuzz.harness.campaign.worker_link import Campaign
 from attnfuzz.harness.trial.supports import problems_of, why_not_case
 from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case

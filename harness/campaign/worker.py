@@ -2,69 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from attnfuzz.harness.campaign.account import Account, counted
-from attnfuzz.harness.campaign.context import WorkerContext, batch_for
-from attnfuzz.harness.campaign.journal import Journal
+from attnfuzz.harness.campaign.context import WorkerContext
 from attnfuzz.harness.campaign.kernel_run import KernelRun
-from attnfuzz.harness.campaign.link import Campaign, Turn, Turns
-from attnfuzz.harness.campaign.maps import MapWriter
 from attnfuzz.harness.campaign.plan import KernelPlan
-from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.campaign.worker_link import Campaign, Turn, Turns
 from attnfuzz.harness.isolation.child import ChildError
-from attnfuzz.harness.isolation.child_variables import child_variables
-from attnfuzz.harness.isolation.executors import Executor, InProcess
-from attnfuzz.harness.isolation.forkserver import Forkserver
-from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.outcomes import ExecutionError
-from attnfuzz.harness.isolation.root import Root
-from attnfuzz.harness.isolation.tasks import preloads
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
-__all__ = ["Worker", "executor_for", "executor_of", "worker_context"]
-
-
-def executor_for(kernels: Sequence[Kernel], settings: Settings) -> Executor:
-    """Make the executor that `settings` ask for: child processes, or this one. Close it after use."""
-    return executor_of([kernel.backend for kernel in kernels], settings)
-
-
-def executor_of(backends: Sequence[str], settings: Settings, *, spares: int | None = None, root: Root | None = None) -> Executor:
-    """Make the executor for kernels of `backends`.
-
-    Args:
-        backends: of the kernels.
-        settings: of the campaign.
-        spares: children that are kept ready, by default as Isolated has it.
-        root: forks the template process of the children, if it has imported the same.
-    """
-    if settings.in_process:
-        return InProcess(settings.device, memory_check=settings.memory_check)
-    forkserver = None if root is None else Forkserver(preloads(settings.device, backends), child_variables(settings.device), root)
-    return Isolated(
-        settings.device,
-        backends=backends,
-        deadline=settings.deadline,
-        memory=settings.memory,
-        memory_check=settings.memory_check,
-        spares=spares,
-        forkserver=forkserver,
-    )
-
-
-def worker_context(settings: Settings, executor: Executor, end: float | None) -> WorkerContext:
-    """Return what the kernels of one worker share; its journal is its own."""
-    return WorkerContext(
-        settings=settings,
-        executor=executor,
-        journal=Journal(settings.out) if settings.out else None,
-        maps=MapWriter(settings.out) if settings.out and settings.maps else None,
-        end=end,
-        batch=batch_for(settings),
-    )
+__all__ = ["Worker"]
 
 
 class Worker:

@@ -25,8 +25,8 @@ from attnfuzz.harness.cli.options import (
 from attnfuzz.harness.cli.project import current_project, on_command_line
 from attnfuzz.harness.core.environment import prepare, resolve_device
 from attnfuzz.kernels.errors import reject
-from attnfuzz.kernels.registry import look_in
 from attnfuzz.kernels.support.file_target import file_target
+from attnfuzz.kernels.targets import look_in
 
 __all__ = ["check_adapter_command"]
 

@@ -34,7 +34,7 @@ from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.core.signals import ending
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 
 if TYPE_CHECKING:
     from attnfuzz.harness.compile.compile import Job, Left, Row

@@ -25,7 +25,7 @@ from attnfuzz.harness.cli.options import (
 )
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 
 if TYPE_CHECKING:
     from attnfuzz.harness.repro.reproduce import Where

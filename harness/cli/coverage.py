@@ -15,7 +15,7 @@ from attnfuzz.harness.cli.options import (
     seed_option,
 )
 from attnfuzz.harness.core.environment import resolve_device
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 
 __all__ = ["coverage_command"]
 

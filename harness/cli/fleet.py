@@ -21,7 +21,7 @@ from attnfuzz.harness.cli.options import (
 )
 from attnfuzz.harness.cli.run import announce_run, campaign, event_lines, known_failures
 from attnfuzz.harness.core.environment import resolve_device
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 
 __all__ = ["fleet_command"]
 

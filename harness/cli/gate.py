@@ -32,7 +32,7 @@ from attnfuzz.harness.cli.options import (
 from attnfuzz.harness.cli.project import current_project, project_line, project_object
 from attnfuzz.harness.cli.streams import command_github
 from attnfuzz.harness.core.environment import resolve_device
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 
 if TYPE_CHECKING:
     from attnfuzz.harness.gate.plan import Choice

@@ -34,7 +34,7 @@ from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.core.signals import ending, interrupted_once
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.harness.report import interim
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.support.third_party import described
 from attnfuzz.kernels.targets import third_party_frame
 

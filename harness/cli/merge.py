@@ -10,7 +10,7 @@ from rich.markup import escape
 from attnfuzz.harness.cli.options import CLEAN, FAILURES, INTERRUPTED, WRONG_USE, console, echo_json, json_option
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.text import counted
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 
 __all__ = ["merge_command"]
 

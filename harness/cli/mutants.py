@@ -28,7 +28,7 @@ from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.signals import ending
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 
 __all__ = ["mutants_command"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 
 __all__ = ["BANK", "TESTS", "of_bank", "of_checkout", "of_operators", "whole_bank"]
 

@@ -20,7 +20,7 @@ from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.core.text import dumps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 from attnfuzz.kernels.support.file_target import as_options, file_target, read_like
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnfuzz.harness.cli.options import writable
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 
 if TYPE_CHECKING:
     from rich.console import Console

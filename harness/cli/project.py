@@ -13,8 +13,9 @@ from click.core import ParameterSource
 from attnfuzz.harness.campaign.project import Project, find_project
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.support.file_target import file_target
+from attnfuzz.kernels.targets import is_target
 
 __all__ = [
     "blamed",
@@ -107,7 +108,7 @@ def kernel_from_project(name: str) -> Kernel | None:
     if project is None or name in project.kernels or (registry.target(name) or "").startswith("attnfuzz."):
         return None
     wrong: list[BadArgument] = []
-    for each in filter(registry.is_target, project.kernels):
+    for each in filter(is_target, project.kernels):
         try:
             if (kernel := _loaded(each, project)).name == name:
                 return kernel

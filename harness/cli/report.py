@@ -11,7 +11,7 @@ import click
 from attnfuzz.harness.cli.options import CLEAN, console, echo_json, json_option, writable, write_file
 from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.text import counted
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 
 if TYPE_CHECKING:
     from attnfuzz.harness.report.runfile import Broken

@@ -34,7 +34,7 @@ from attnfuzz.harness.cli.streams import echo
 from attnfuzz.harness.core.environment import prepare, resolve_device
 from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.report import machine
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 
 if TYPE_CHECKING:
     from attnfuzz.harness.campaign.corpus import CaseFile

@@ -50,7 +50,7 @@ from attnfuzz.harness.report import interim, machine
 from attnfuzz.harness.report.listeners import to_all
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 from attnfuzz.kernels.support.file_target import file_target
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def run_command(
     functions = _functions(with_like((*kernels, *more_kernels), like), settings)
     asked = asked_for(tuple(functions))
     if options["workers"] == "auto":
-        from attnfuzz.harness.campaign.workers import useful_workers
+        from attnfuzz.harness.campaign.worker_count import useful_workers
 
         settings = replace(settings, workers=max(1, useful_workers(settings, len(asked.kernels))))
     known = None if options["ledger"] is None else known_failures(options["ledger"], asked.kernels, settings.device)

@@ -12,7 +12,7 @@ from attnfuzz.harness.compile.compile import Row
 from attnfuzz.harness.compile.figures import rank
 from attnfuzz.harness.core.files import Unreadable, decoded, read_file, write_whole
 from attnfuzz.harness.core.text import dumps
-from attnfuzz.kernels.problem import reject, shown
+from attnfuzz.kernels.errors import reject, shown
 
 __all__ = ["FORMAT", "Baseline", "Change", "Compared", "as_object", "compare", "read", "write"]
 

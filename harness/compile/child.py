@@ -22,9 +22,9 @@ from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.isolation.kernel_ref import unpacked
 from attnfuzz.harness.trial.errors import describe_exception, mark_as_child, may_catch
 from attnfuzz.kernels.contract import BuildError, Config
-from attnfuzz.kernels.errors import NotLowered
+from attnfuzz.kernels.errors import BadArgument, NotLowered
 from attnfuzz.kernels.lowering import Lowers, Requires, Unit, shared_limit
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support import cache
 
 __all__ = ["AT", "Lowered", "cut", "lower"]

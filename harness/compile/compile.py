@@ -17,7 +17,7 @@ from attnfuzz.harness.compile.child import AT, Lowered
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.kernel_ref import shipped
-from attnfuzz.harness.isolation.memory import memory_cap
+from attnfuzz.harness.isolation.memory_cap import memory_cap
 from attnfuzz.harness.isolation.outcomes import ChildOSError, Death, Error, Outcome, Task, death_failure, exception_of
 from attnfuzz.harness.isolation.supervisor import Supervisor
 from attnfuzz.harness.isolation.tasks import preloads
@@ -25,8 +25,9 @@ from attnfuzz.harness.judge.failure import Failure, Kind
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.errors import reject
 from attnfuzz.kernels.lowering import ARCHITECTURES, Lowers, capability, shared_limit
-from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem, reject
+from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.pools import covering, pool
 from attnfuzz.strategies.variants import MODIFIED, all_variants, modified

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from attnfuzz.harness.compile.tensor_memory import tensor_memory
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.lowering import MachineCode
-from attnfuzz.kernels.problem import BadArgument
 
 __all__ = ["PATHS", "Figures", "disassembled", "disassembler", "figures_of", "rank"]
 

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 from attnfuzz.kernels.released import DISTRIBUTIONS
 from attnfuzz.kernels.support import driver, memory
 from attnfuzz.kernels.support.installed_torch import sees_cuda

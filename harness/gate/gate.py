@@ -24,8 +24,8 @@ from attnfuzz.harness.gate.subjects import Subject, importing_from, named, why_a
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import BadArgument, reject
-from attnfuzz.kernels.targets import why_not_on
+from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.targets import LeavesProcess, why_not_on
 
 __all__ = ["gate"]
 
@@ -171,7 +171,7 @@ def _without_head(broken: dict[str, BadArgument], base: Base, *, explicit: bool)
             yield KernelGate(target, "deleted", (Part("load", "skipped", f"it is deleted: {absent}, and {base.label} has it"),))
             continue
         file, line = _raised_at(error, base.root)
-        left = isinstance(error, registry.LeavesProcess)
+        left = isinstance(error, LeavesProcess)
         reason = str(error) if left else describe_exception(error.__cause__ or error)
         detail = _trace(error) if error.__cause__ is not None else ""
         finding = Finding("load", target, f"it cannot be loaded: {reason}", detail=detail)

@@ -27,7 +27,8 @@ from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.kernels.problem import BadArgument, OutputName
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import OutputName
 from attnfuzz.kernels.targets import why_not_on
 from attnfuzz.strategies.case import Case
 

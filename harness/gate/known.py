@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
-from attnfuzz.harness.campaign.campaign import executor_for
 from attnfuzz.harness.campaign.corpus import CaseFile
 from attnfuzz.harness.campaign.events import CampaignFinished, Finding
+from attnfuzz.harness.campaign.executor import executor_for
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.core.signals import ending
 from attnfuzz.harness.gate.ledger import (
@@ -31,7 +31,7 @@ from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 __all__ = ["Known", "LedgerResult", "read_known"]
 

@@ -22,7 +22,8 @@ from attnfuzz.harness.gate.result import Finding, KernelGate, Outcome, Part, Par
 from attnfuzz.harness.judge.failure import KINDS, OUTPUT_TITLES, Failure
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, OutputName, reject, shown
+from attnfuzz.kernels.errors import BadArgument, reject, shown
+from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName
 
 __all__ = [
     "DEFAULT",

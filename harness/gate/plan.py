@@ -10,7 +10,7 @@ from attnfuzz.harness.campaign.settings import ProfileName, Settings
 from attnfuzz.harness.gate.parts.accuracy import FEWEST
 from attnfuzz.harness.gate.parts.speed import ROUNDS
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 
 __all__ = ["Choice", "Plan"]
 

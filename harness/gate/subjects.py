@@ -14,11 +14,11 @@ from pathlib import Path
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.problem import BadArgument, reject
-from attnfuzz.kernels.registry import is_target, look_in
+from attnfuzz.kernels.errors import BadArgument, reject
 from attnfuzz.kernels.support.file_target import file_target
 from attnfuzz.kernels.support.import_trial import located
 from attnfuzz.kernels.support.third_party import ThirdPartyError, guarded
+from attnfuzz.kernels.targets import MissingObject, is_target, look_in
 
 __all__ = ["Subject", "files_of", "fingerprint", "importing_from", "named", "why_absent", "within"]
 
@@ -61,7 +61,7 @@ def why_absent(error: BaseException) -> str | None:
     """Say why there is no such kernel, from the `error` of loading it; None: the kernel is there, but broken."""
     if isinstance(error, registry.UnknownKernel):
         return "no kernel of that name is known"
-    return error.missing if isinstance(error, registry.MissingObject) else None
+    return error.missing if isinstance(error, MissingObject) else None
 
 
 def _module_of(name: str) -> str | None:

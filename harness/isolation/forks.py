@@ -14,7 +14,7 @@ import sys
 import time
 from typing import cast
 
-from attnfuzz.harness.isolation import reaper, worker
+from attnfuzz.harness.isolation import child_main, reaper
 from attnfuzz.harness.isolation.child import Child
 from attnfuzz.harness.isolation.forkserver import Forkserver, Seen
 
@@ -56,7 +56,7 @@ class ForksOfThisProcess(Forkserver):
                     if each != connection:
                         with contextlib.suppress(OSError):
                             os.close(each)
-                worker.main(["template", json.dumps(settings)])
+                child_main.main(["template", json.dumps(settings)])
             finally:
                 os._exit(1)
         return cast("subprocess.Popen[bytes]", _Forked(pid))

@@ -31,7 +31,7 @@ from attnfuzz.harness.isolation.wire import Board
 
 __all__ = ["Forkserver", "Seen"]
 
-_WORKER = Path(__file__).with_name("worker.py")
+_CHILD = Path(__file__).with_name("child_main.py")
 _REAPER = Path(__file__).with_name("reaper.py")
 _DEATH_SECONDS = 5.0
 _CLOSE_SECONDS = 15.0
@@ -225,7 +225,7 @@ class Forkserver:
         settings = {**self._settings(connection, board), "bound": bound, "shares": shares}
         try:
             return subprocess.Popen(
-                [sys.executable, "-P", str(_WORKER), how, json.dumps(settings)],
+                [sys.executable, "-P", str(_CHILD), how, json.dumps(settings)],
                 pass_fds=[connection] if board is None else [connection, board],
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ from attnfuzz.harness.isolation.compiler import BackgroundCompiler
 from attnfuzz.harness.isolation.deadlines import Deadlines, scores_of
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.kernel_ref import shipped
-from attnfuzz.harness.isolation.memory import memory_cap
+from attnfuzz.harness.isolation.memory_cap import memory_cap
 from attnfuzz.harness.isolation.outcomes import (
     KERNEL_STAGES,
     Death,

@@ -19,7 +19,7 @@ from typing import Any
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 __all__ = ["global_of", "import_from", "inherited", "packed", "shipped", "unpacked", "unpickled"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import resource
 
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 
 __all__ = ["check_open_files", "explained"]
 

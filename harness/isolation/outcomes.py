@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attnfuzz.harness.core.text import encodable
+from attnfuzz.harness.isolation.child_main import LOST_CONNECTION
 from attnfuzz.harness.isolation.disturbances import Disturbance
-from attnfuzz.harness.isolation.worker import LOST_CONNECTION
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.kernels.errors import BadArgument, WrongProcess
-from attnfuzz.kernels.registry import LeavesProcess, MissingObject, UnknownKernel
+from attnfuzz.kernels.registry import UnknownKernel
+from attnfuzz.kernels.targets import LeavesProcess, MissingObject
 from attnfuzz.strategies.case import BadCase, Case
 
 __all__ = [

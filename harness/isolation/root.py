@@ -34,7 +34,7 @@ class Root:
         """Ask for a template process; the answer comes later.
 
         Args:
-            settings: as `worker.py template` is given them.
+            settings: as `child_main.py template` is given them.
             environment: all of its variables.
             connection: its end of a socket pair.
             log: where its output goes.

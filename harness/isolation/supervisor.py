@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from attnfuzz.harness.isolation.child import Child, ChildError
+from attnfuzz.harness.isolation.child_main import LOST_CONNECTION
 from attnfuzz.harness.isolation.children import START_DEADLINE, Children
 from attnfuzz.harness.isolation.disturbances import Disturbance
 from attnfuzz.harness.isolation.forkserver import Forkserver
@@ -17,7 +18,6 @@ from attnfuzz.harness.isolation.outcomes import KERNEL_STAGES, Death, Error, Out
 from attnfuzz.harness.isolation.stage_time import Pauses, StageTime
 from attnfuzz.harness.isolation.statistics import Statistics
 from attnfuzz.harness.isolation.wire import wait
-from attnfuzz.harness.isolation.worker import LOST_CONNECTION
 
 __all__ = ["Running", "Statistics", "Supervisor"]
 

@@ -14,7 +14,8 @@ from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.kernel_ref import unpacked
 from attnfuzz.harness.trial.errors import describe_exception, mark_as_child
 from attnfuzz.kernels.contract import Config, Device, Kernel
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support import process_setup
 from attnfuzz.strategies.case import case_from_json
 

@@ -15,7 +15,7 @@ from attnfuzz.harness.isolation.child import TAIL, ChildError
 from attnfuzz.harness.isolation.limits import explained
 from attnfuzz.harness.isolation.root import LentTemplate
 from attnfuzz.harness.isolation.wire import wait
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 __all__ = ["Template", "refused"]
 

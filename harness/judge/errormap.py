@@ -15,7 +15,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from attnfuzz.harness.core.files import Unreadable, decoded, read_file, write_whole
-from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, reject, shown
+from attnfuzz.kernels.errors import reject, shown
+from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName
 
 __all__ = [
     "BROKEN",

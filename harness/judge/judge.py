@@ -31,7 +31,7 @@ from attnfuzz.kernels.problem import SINKS, Dtype, OutputName, Problem
 from attnfuzz.oracles.budgets import aggregate
 from attnfuzz.oracles.formats import Format, half_ulp
 
-__all__ = ["HeadTruths", "Truth", "Truths", "compare", "judge", "judge_captured", "outputs_of_head", "place_of", "truth"]
+__all__ = ["compare", "judge", "judge_by_oracle", "judge_captured", "outputs_of_head", "place_of"]
 
 _NO_CONFIG = Config()
 

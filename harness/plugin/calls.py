@@ -45,7 +45,7 @@ def run_calls(
     `seed`: the test's own.
     """
     from attnfuzz.harness.trial.errors import describe_exception
-    from attnfuzz.kernels.problem import BadArgument
+    from attnfuzz.kernels.errors import BadArgument
 
     if cases := request.config.getoption("--attnfuzz-case"):
         run_cases(kernel, cases, request)

@@ -92,7 +92,7 @@ def _shard_of(item: pytest.Item) -> Any:
 def _name_of(kernel: str) -> str:
     """Return the kernel's own name, which its Cases hold; a test may name it by target."""
     from attnfuzz.kernels import registry
-    from attnfuzz.kernels.problem import BadArgument
+    from attnfuzz.kernels.errors import BadArgument
 
     try:
         return registry.get(kernel).name

@@ -64,7 +64,7 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
 
 def _complete(config: pytest.Config) -> None:
     """Give each option that is not on the command line its value by the project, or its default."""
-    from attnfuzz.kernels.problem import BadArgument
+    from attnfuzz.kernels.errors import BadArgument
 
     left = {name: option for name, option in _OPTIONS.items() if getattr(config.option, _attribute(name), None) is None}
     if not left or _FROM in config.stash:
@@ -86,7 +86,7 @@ def _attribute(name: str) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse wrong options before anything runs."""
-    from attnfuzz.kernels.problem import BadArgument, reject
+    from attnfuzz.kernels.errors import BadArgument, reject
 
     _complete(config)
     device = config.getoption("--attnfuzz-device")

@@ -65,7 +65,7 @@ def run_shard(
 
 def _fuzz(subject: Kernel, settings: Settings, request: pytest.FixtureRequest) -> None:
     from attnfuzz.harness.campaign.campaign import run_campaign
-    from attnfuzz.kernels.problem import BadArgument
+    from attnfuzz.kernels.errors import BadArgument
 
     try:
         with _recorder(settings, _again(subject, request)) as recorder:
@@ -165,7 +165,7 @@ def subject_of(
 ) -> tuple[Kernel, Settings]:
     """The kernel and the settings of a test; skipped where the kernel is not to run, or cannot, failed where it `must_run`."""
     from attnfuzz.kernels import registry
-    from attnfuzz.kernels.problem import BadArgument
+    from attnfuzz.kernels.errors import BadArgument
     from attnfuzz.kernels.targets import why_not_on
 
     try:
@@ -226,7 +226,7 @@ def _recorder(settings: Settings, again: str | None) -> Recorder:
 
 def executor_of(config: pytest.Config, kernel: Kernel, settings: Settings) -> Executor:
     """One executor for all tests of this process on the same device, which share its children."""
-    from attnfuzz.harness.campaign.campaign import executor_for
+    from attnfuzz.harness.campaign.executor import executor_for
 
     known = config.stash.setdefault(_EXECUTORS, {})
     if settings.device not in known:
@@ -236,7 +236,7 @@ def executor_of(config: pytest.Config, kernel: Kernel, settings: Settings) -> Ex
 
 def _stored(text: str) -> CaseFile:
     from attnfuzz.harness.campaign.blob import stored_case
-    from attnfuzz.kernels.problem import BadArgument
+    from attnfuzz.kernels.errors import BadArgument
 
     try:
         return stored_case(text)
@@ -247,7 +247,7 @@ def _stored(text: str) -> CaseFile:
 def run_cases(kernel: Kernel | str, cases: Sequence[str], request: pytest.FixtureRequest) -> None:
     """The Cases of --attnfuzz-case that are this kernel's, in the first selected shard of its test."""
     from attnfuzz.kernels import registry
-    from attnfuzz.kernels.problem import BadArgument
+    from attnfuzz.kernels.errors import BadArgument
 
     try:
         name = (registry.get(kernel) if isinstance(kernel, str) else kernel).name
@@ -268,7 +268,7 @@ def run_cases(kernel: Kernel | str, cases: Sequence[str], request: pytest.Fixtur
 def _run_again(stored: CaseFile, settings: Settings) -> None:
     from attnfuzz.harness.report.describe import describe_case, describe_verdict
     from attnfuzz.harness.repro.reproduce import Where, reproduce
-    from attnfuzz.kernels.problem import BadArgument
+    from attnfuzz.kernels.errors import BadArgument
 
     try:
         where = Where(settings.device, settings.in_process, settings.deadline, settings.memory_check)

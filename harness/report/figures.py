@@ -7,15 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from attnfuzz.harness.campaign.events import (
-    CampaignFinished,
-    CampaignStarted,
-    Event,
-    Finding,
-    KernelSummary,
-    TrialFinished,
-    Worst,
-)
+from attnfuzz.harness.campaign.coverage import Worst
+from attnfuzz.harness.campaign.events import CampaignFinished, CampaignStarted, Event, Finding, KernelSummary, TrialFinished
 from attnfuzz.harness.core.text import counted, printable
 from attnfuzz.harness.judge.failure import CAPTURED_TITLES, OUTPUT_TITLES, Failure
 from attnfuzz.harness.judge.verdict import Verdict

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from attnfuzz.harness.campaign.corpus import CaseFile, content_of, quoted, read_case
-from attnfuzz.harness.campaign.events import CampaignFinished, Finding, KernelBroke, KernelSkipped, KernelSummary, Worst
+from attnfuzz.harness.campaign.coverage import Worst
+from attnfuzz.harness.campaign.events import CampaignFinished, Finding, KernelBroke, KernelSkipped, KernelSummary
 from attnfuzz.harness.campaign.journal import copy_left_behind
 from attnfuzz.harness.core.files import exists, write_whole
 from attnfuzz.harness.core.text import counted
@@ -22,7 +23,8 @@ from attnfuzz.harness.judge.failure import CAPTURED_TITLES, Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.merge import MergedRuns, merge_runs, select_runs, size_of, value
 from attnfuzz.harness.report.runfile import Broken, FailureRecord, KernelRecord, RunRecord, runs_of, write_run
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.problem import OUTPUT_NAMES
 from attnfuzz.strategies.case import BadCase, case_from_object
 
 __all__ = ["MergedFolders", "merge_folders"]

@@ -22,7 +22,8 @@ from attnfuzz.harness.judge.failure import CAPTURED_TITLES, OUTPUT_TITLES, row_o
 from attnfuzz.harness.report import plots
 from attnfuzz.harness.report.merge import MergedRuns, value
 from attnfuzz.harness.report.runfile import FailureRecord, KernelRecord, OutputRecord
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import OUTPUT_NAMES
 
 __all__ = ["Page", "page"]
 

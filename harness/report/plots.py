@@ -30,7 +30,7 @@ from attnfuzz.harness.judge.errormap import (
 )
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES
 from attnfuzz.harness.report.describe import describe_case
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 from attnfuzz.strategies.case import case_from_object
 
 __all__ = ["SUFFIXES", "needs_matplotlib", "render", "save", "subtitle"]

@@ -13,7 +13,7 @@ import msgspec
 from attnfuzz.harness.campaign.coverage import EDGES
 from attnfuzz.harness.core.files import Unreadable, decoded, read_file, write_whole
 from attnfuzz.harness.core.text import dumps
-from attnfuzz.kernels.problem import BadArgument, reject, shown
+from attnfuzz.kernels.errors import BadArgument, reject, shown
 
 __all__ = [
     "FORMAT",

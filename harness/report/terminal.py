@@ -15,7 +15,8 @@ from rich.text import Text
 from attnfuzz.harness.campaign import events
 from attnfuzz.harness.campaign.blob import blob_of
 from attnfuzz.harness.campaign.corpus import CaseFile, quoted, repro_line
-from attnfuzz.harness.campaign.events import Event, Finding, KernelSummary, Worst
+from attnfuzz.harness.campaign.coverage import Worst
+from attnfuzz.harness.campaign.events import Event, Finding, KernelSummary
 from attnfuzz.harness.campaign.explain import Explanation
 from attnfuzz.harness.campaign.undrawn import never_drawn_line
 from attnfuzz.harness.core.text import counted, json_line, one_line

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from attnfuzz.harness.campaign.events import Phase, Rate
+from attnfuzz.harness.campaign.coverage import Phase
+from attnfuzz.harness.campaign.events import Rate
 from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.signals import ending
@@ -24,7 +25,8 @@ from attnfuzz.harness.trial.supports import with_config
 from attnfuzz.harness.trial.trial import check_runnable
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import BadArgument, OutputName, reject
+from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.problem import OutputName
 from attnfuzz.strategies.case import Case
 
 __all__ = [

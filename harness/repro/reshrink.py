@@ -23,7 +23,7 @@ from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.repro.reproduce import Where, verdict_or_lost
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 from attnfuzz.strategies.case import Case
 
 __all__ = ["Reshrunk", "identity_in", "minimiser_for", "shrink_further"]

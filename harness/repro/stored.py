@@ -17,7 +17,7 @@ from attnfuzz.harness.repro.reproduce import Where, outcome_of, verdict_or_lost
 from attnfuzz.harness.repro.reshrink import shrink_further
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 
 __all__ = ["Entry", "Listing", "Minimised", "Pruning", "Removal", "listed", "minimise", "prune", "remove", "size_of"]
 

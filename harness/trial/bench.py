@@ -17,8 +17,9 @@ from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.core.text import encodable
 from attnfuzz.harness.judge.batch import Judged
 from attnfuzz.harness.judge.failure import Failure, Identity
-from attnfuzz.harness.judge.judge import HeadTruths, Truth, Truths, judge, judge_by_oracle, truth
+from attnfuzz.harness.judge.judge import judge, judge_by_oracle
 from attnfuzz.harness.judge.together import Launched
+from attnfuzz.harness.judge.truth import HeadTruths, Truth, Truths, truth
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.build import build_by_roles, build_kernel

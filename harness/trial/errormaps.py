@@ -36,13 +36,14 @@ from attnfuzz.harness.judge.errormap import (
 )
 from attnfuzz.harness.judge.failure import BY_QUERY
 from attnfuzz.harness.judge.intervals import Measurement
-from attnfuzz.harness.judge.judge import HeadTruths, Truth, compare, outputs_of_head
+from attnfuzz.harness.judge.judge import compare, outputs_of_head
 from attnfuzz.harness.judge.together import Launched
+from attnfuzz.harness.judge.truth import HeadTruths, Truth
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, WentWrong, completed
-from attnfuzz.harness.trial.checks.unwritten import OTHER_FILL
 from attnfuzz.harness.trial.supports import with_config
 from attnfuzz.harness.trial.trial import CHECKS, check_runnable
+from attnfuzz.harness.trial.unwritten import OTHER_FILL
 from attnfuzz.kernels.contract import Config, Device, Inputs, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Problem
 from attnfuzz.oracles.attention import sees

@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.core.clock import Clock
-from attnfuzz.harness.judge.judge import judge, truth
+from attnfuzz.harness.judge.judge import judge
 from attnfuzz.harness.judge.together import Launched
+from attnfuzz.harness.judge.truth import truth
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong, completed
@@ -18,15 +19,16 @@ from attnfuzz.harness.trial.checks.calls import CALL_CHECKS
 from attnfuzz.harness.trial.checks.on_streams import STREAM_CHECKS
 from attnfuzz.harness.trial.checks.protocol import by_roles
 from attnfuzz.harness.trial.checks.relations import RELATION_CHECKS
-from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.defaults import of_torch
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.launch import copied
 from attnfuzz.harness.trial.poison import PoisonEmpty
 from attnfuzz.harness.trial.supports import why_not_case, with_config
+from attnfuzz.harness.trial.unwritten import name_unwritten
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Deviations, Device, Kernel, Outputs
-from attnfuzz.kernels.problem import BadArgument, Problem, reject
+from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support import process_setup
 from attnfuzz.strategies.case import Case, Check, Recipe
 

@@ -23,7 +23,8 @@ from attnfuzz.kernels.adapters.lse_form import DenseLse, LseForm, RaggedLse
 from attnfuzz.kernels.adapters.reached import triton_files
 from attnfuzz.kernels.adapters.signature import read, source_files
 from attnfuzz.kernels.contract import Capabilities, Config, ConfigValue, Device
-from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Packing, reject
+from attnfuzz.kernels.errors import reject
+from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Packing
 from attnfuzz.kernels.support.process_setup import ProcessSetup
 
 __all__ = ["Adapted", "dense", "paged", "varlen"]

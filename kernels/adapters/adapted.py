@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from attnfuzz.kernels.adapters.call import Call, Running
 from attnfuzz.kernels.contract import BuildError, Built, Capabilities, Config, Device, why_unsupported
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support.installed_torch import sees_cuda
 from attnfuzz.kernels.support.process_setup import ProcessSetup, enter, why_not_set_up
 from attnfuzz.kernels.triton import runtime

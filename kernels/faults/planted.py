@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 from attnfuzz.kernels.support import cache
 
 __all__ = ["DEMO_FAULT", "Edit", "demo_kernel", "planted_copy", "planted_source"]

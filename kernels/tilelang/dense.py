@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support.memory import allocating
 from attnfuzz.kernels.tilelang.build import Launch
+from attnfuzz.kernels.tilelang.hopper import HOPPER, exponent_of, fitting, not_hopper, options_of, scaled, signed, unfit
 from attnfuzz.kernels.tilelang.subject import DeviceCode, Function, TileLangKernel
-from attnfuzz.kernels.tilelang.tiles import HOPPER, exponent_of, fitting, not_hopper, options_of, scaled, signed, unfit
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,7 @@ class TileLangDense(TileLangKernel):
         if self._asynchronous_only:
             # Without WGMMA this kernel would equal `tilelang.mha`.
             can = replace(can, dtypes=("float16", "bfloat16"))
-        super().__init__(name, can, ("dense.py", "tiles.py", "tuned.py"), "dense_device", device_code)
+        super().__init__(name, can, ("dense.py", "hopper.py", "tuned.py"), "dense_device", device_code)
         self.table = f"dense {reduction}" + (" pipelined" if self._asynchronous_only else "")
         self._reduction: Reduction = reduction
         self._pipelined = pipelined

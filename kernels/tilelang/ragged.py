@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support.memory import Empty, allocating
 from attnfuzz.kernels.tilelang.build import Launch
+from attnfuzz.kernels.tilelang.hopper import HOPPER, PAD, exponent_of, fitting, not_hopper, options_of, signed, unfit
 from attnfuzz.kernels.tilelang.subject import DeviceCode, Function, TileLangKernel, not_empty
-from attnfuzz.kernels.tilelang.tiles import HOPPER, PAD, exponent_of, fitting, not_hopper, options_of, signed, unfit
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ class TileLangRagged(TileLangKernel):
     def __init__(self, name: str, reduction: Reduction, device_code: DeviceCode | None = None) -> None:
         alone = ("dk", "dv") if reduction == "split" else ()
         can = replace(HOPPER, deterministic=("o", "lse", *alone))
-        super().__init__(name, can, ("ragged.py", "dense_device.py", "tiles.py", "tuned.py"), "ragged_device", device_code)
+        super().__init__(name, can, ("ragged.py", "dense_device.py", "hopper.py", "tuned.py"), "ragged_device", device_code)
         self.table = f"ragged {reduction}"
         self._reduction: Reduction = reduction
 

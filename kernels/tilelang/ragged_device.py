@@ -16,7 +16,7 @@ import math
 from typing import Any, Literal
 
 from attnfuzz.kernels.tilelang.dense_device import PRODUCER_REGISTERS, block_threads, by_wgmma, consumer_registers
-from attnfuzz.kernels.tilelang.tiles import PAD
+from attnfuzz.kernels.tilelang.hopper import PAD
 
 try:
     import tilelang.language as T

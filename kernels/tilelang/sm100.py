@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import BuildError, Built, Config, Device
-from attnfuzz.kernels.problem import Problem, reject
+from attnfuzz.kernels.errors import reject
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support.installed_torch import gpu_capability
 from attnfuzz.kernels.tilelang.build import Launch
 from attnfuzz.kernels.tilelang.dense import DenseBuilt
+from attnfuzz.kernels.tilelang.hopper import unfit
 from attnfuzz.kernels.tilelang.sm100_tiles import Operands, fits
 from attnfuzz.kernels.tilelang.subject import CAPABILITIES, DeviceCode, Function, TileLangKernel
-from attnfuzz.kernels.tilelang.tiles import unfit
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +104,7 @@ class Sm100(TileLangKernel):
             layouts=True,
             architectures=("sm_100a",),
         )
-        super().__init__(name, can, ("sm100.py", "sm100_tiles.py", "dense.py", "tiles.py"), "sm100_forward_device", forward_code)
+        super().__init__(name, can, ("sm100.py", "sm100_tiles.py", "dense.py", "hopper.py"), "sm100_forward_device", forward_code)
         self.variant = variant
         self._backward_code = backward_code
 

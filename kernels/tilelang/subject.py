@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, why_unsupported
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.lowering import Unit
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.tilelang import lower
 from attnfuzz.kernels.tilelang.build import Launch, compiled, unavailable
 

@@ -8,7 +8,8 @@ from importlib import resources
 import msgspec
 
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.problem import Problem, reject
+from attnfuzz.kernels.errors import reject
+from attnfuzz.kernels.problem import Problem
 
 __all__ = ["ARCH", "NAMES", "Row", "Table", "config_of", "key_of", "read", "rows", "tuned"]
 

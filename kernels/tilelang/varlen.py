@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support.memory import allocating
 from attnfuzz.kernels.tilelang.build import Launch
 from attnfuzz.kernels.tilelang.subject import CAPABILITIES, SHARED_BYTES_MAX, DeviceCode, Function, TileLangKernel, not_empty

@@ -15,7 +15,8 @@ import torch
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Built, Config, Device, Inputs, Kernel
-from attnfuzz.kernels.problem import BadArgument, Causal, Dtype, Problem, reject
+from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.problem import Causal, Dtype, Problem
 from attnfuzz.kernels.targets import missing_members
 
 __all__ = ["attention", "attention_padded", "attention_varlen"]

@@ -17,7 +17,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, Inputs, why_unsupported
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support.installed_torch import built_with, sees_cuda
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, Inputs, why_unsupported
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
 from attnfuzz.kernels.support.installed_torch import built_with, has_op
 
 if TYPE_CHECKING:

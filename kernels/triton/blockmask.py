@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from attnfuzz.kernels.errors import reject
 from attnfuzz.kernels.expressions.evaluation import evaluate
 from attnfuzz.kernels.expressions.tree import Expression, captured
-from attnfuzz.kernels.problem import Problem, reject
+from attnfuzz.kernels.problem import Problem
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,9 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Device, beyond_grid, why_unsupported
+from attnfuzz.kernels.errors import BadArgument, reject
 from attnfuzz.kernels.lowering import Unit
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem, reject
+from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
 from attnfuzz.kernels.triton import runtime
 from attnfuzz.kernels.triton.assembler import assembler
 from attnfuzz.kernels.triton.flex_built import BuiltFlex, banded, even, strided

@@ -9,8 +9,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from attnfuzz.kernels.contract import Config, Gradients, Inputs
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.modified import mask_of, score_of, tensors_of
-from attnfuzz.kernels.problem import LAYOUTS, BadArgument, Layout, Problem
+from attnfuzz.kernels.problem import LAYOUTS, Layout, Problem
 from attnfuzz.kernels.support.memory import allocating
 from attnfuzz.kernels.triton.machine_code.lower import Call
 from attnfuzz.kernels.triton.padding import padded_dims

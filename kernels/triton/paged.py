@@ -9,8 +9,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Gradients, Inputs, beyond_grid, why_unsupported
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.lowering import Unit
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support.memory import allocating
 from attnfuzz.kernels.triton import runtime
 from attnfuzz.kernels.triton.machine_code import lower

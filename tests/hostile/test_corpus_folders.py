@@ -11,7 +11,7 @@ from support.hostile_files import CODE, NO_FILES, apart, attnfuzz, case, refused
 
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.gate.parts.correctness import stored_cases
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 RUN = ("run", "torch.reference_cpu", "--device", "cpu", "--in-process", "--max-examples", "1", "--out", "out")
 FILE = Path("out/cases/torch.reference_cpu-o-mismatch-0123456789.json")

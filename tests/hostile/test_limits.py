@@ -19,7 +19,7 @@ from attnfuzz.harness.cli.main import main
 from attnfuzz.harness.isolation import forkserver, limits
 from attnfuzz.harness.isolation.outcomes import Task
 from attnfuzz.harness.isolation.supervisor import Supervisor
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 KERNEL = "torch.reference_cpu"
 UNLIMITED = resource.RLIM_INFINITY

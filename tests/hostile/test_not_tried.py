@@ -16,7 +16,8 @@ from support.gate import Repository
 from support.hostile import attnfuzz, json_of, refused
 
 from attnfuzz.harness.campaign import campaign
-from attnfuzz.harness.campaign.events import CampaignFinished, KernelSummary, Worst
+from attnfuzz.harness.campaign.coverage import Worst
+from attnfuzz.harness.campaign.events import CampaignFinished, KernelSummary
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.cli import options

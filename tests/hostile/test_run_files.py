@@ -13,7 +13,7 @@ from support.hostile_files import NO_FILES, apart, attnfuzz, digits, nested, ref
 from support.report import failure, kernel_record, record
 
 from attnfuzz.harness.judge.errormap import FORMAT, OUTSIDE, Axis, Grid, OutputMap, packed, read_maps
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 RUN = "out/runs/20260101T000000Z-1-a.json"
 OTHER = "20260101T000001Z-1-b"

@@ -18,7 +18,8 @@ from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import Adapted, dense
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.problem import BadArgument, Needs, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.strategies.case import SINK_VALUES, Case, Recipe, SinkValues
 
 SMALL: dict[str, Any] = {"dims": ((8, 8),), "devices": ("cpu",), "groups": None, "unequal": True}

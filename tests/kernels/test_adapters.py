@@ -18,7 +18,8 @@ from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import Adapted, dense, varlen
 from attnfuzz.kernels.contract import Capabilities, Config, Kernel
-from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Layout, Needs, Problem
 from attnfuzz.strategies.case import Case
 
 SMALL: dict[str, Any] = {"dims": ((8, 8),), "dtypes": ("float32",), "devices": ("cpu",)}

@@ -14,7 +14,7 @@ from attnfuzz.harness.campaign.corpus import StoredFinding, repro_line
 from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters.adapted import Adapted
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.support.file_module import importable_name
 from attnfuzz.kernels.support.file_target import FileTarget, as_options, file_target, read_like
 

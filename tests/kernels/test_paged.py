@@ -24,7 +24,8 @@ from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import Adapted, paged, varlen
 from attnfuzz.kernels.contract import Config, Inputs, why_unsupported
-from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Layout, Needs, Problem
 from attnfuzz.kernels.triton.machine_code.capture import plain_inputs
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.draw import draw_values

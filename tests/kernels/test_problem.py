@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnfuzz.kernels.errors import BadArgument, reject
 from attnfuzz.kernels.expressions.named import MASKS, SCORES
 from attnfuzz.kernels.expressions.tree import to_data
-from attnfuzz.kernels.problem import ORDERS, BadArgument, Layout, Needs, Problem, reject
+from attnfuzz.kernels.problem import ORDERS, Layout, Needs, Problem
 
 
 def problem(**changed: Any) -> Problem:

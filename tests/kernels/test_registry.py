@@ -13,7 +13,8 @@ import pytest
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, Kernel
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.targets import why_not_on
 
 PLAIN = Capabilities()

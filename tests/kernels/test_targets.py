@@ -15,7 +15,7 @@ from attnfuzz.harness.campaign.corpus import repro_line
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 # Packages may have come by the variable.
 BARE = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}

@@ -16,13 +16,15 @@ from support.emulated.choices import Choices, drawn_config, sample
 from support.emulated.faults import FAULTS, NumericFault
 from support.emulated.kernel import KERNEL, PRESCALED, ROUNDED_P, TF32, fault_kernel, registered
 
-from attnfuzz.harness.judge.judge import judge, truth
+from attnfuzz.harness.judge.judge import judge
+from attnfuzz.harness.judge.truth import truth
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Deviations, Inputs, Kernel, Outputs
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.modified import tensors_of
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Dtype, Needs, Problem
+from attnfuzz.kernels.problem import OUTPUT_NAMES, Dtype, Needs, Problem
 from attnfuzz.oracles.formats import CUT_OF_TF32X3, EPS, OF_TF32X3
 from attnfuzz.strategies.case import PATTERNS, Case, Recipe
 from attnfuzz.strategies.variants import all_variants

@@ -12,12 +12,13 @@ import torch
 from msgspec.structs import replace
 from support.emulated.sinks import Change, kernel
 
-from attnfuzz.harness.judge.judge import judge, truth
-from attnfuzz.harness.judge.truth import HeadTruths, Truths
+from attnfuzz.harness.judge.judge import judge
+from attnfuzz.harness.judge.truth import HeadTruths, Truths, truth
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels.contract import Deviations, Inputs, Outputs
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.expressions.tree import KV, Captured, H, Q, S, load, to_data
-from attnfuzz.kernels.problem import BadArgument, Needs, Problem
+from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.oracles import attention, blockwise
 from attnfuzz.strategies.case import PATTERNS, SINK_VALUES, Recipe, SinkValues
 

@@ -26,12 +26,13 @@ from support.verdict.other_rules import RULES, Compared, alarms, close, compared
 from support.verdict.rates import Rate, machine_object, verdict
 from support.verdict.trials import Work, work
 
-from attnfuzz.harness.judge.judge import truth
+from attnfuzz.harness.judge.truth import truth
 from attnfuzz.harness.judge.verdict import Figures, Verdict
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels.contract import Deviations, Outputs
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Recipe, case_from_object
 
 SURE = ("O_lastrow_missing", "drop_key_fwdbwd")

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.expressions.tree import Captured
-from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
+from attnfuzz.kernels.problem import Layout, Needs, Problem
 from attnfuzz.strategies.case import FORMAT, PATTERNS, BadCase, Case, Recipe, case_from_json, case_from_object
 
 PLAIN: dict[str, Any] = {"seqlens_q": [1], "seqlens_k": [1], "dim_qk": 8, "dim_v": 8}

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import engine
 
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.strategies import choices
 from attnfuzz.strategies.draw import draw_values, drawn
 

@@ -20,7 +20,8 @@ from attnfuzz.harness.isolation.executors import InProcess
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import Adapted, dense
 from attnfuzz.kernels.contract import Capabilities, Config, why_unsupported
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import RELATIONS, Case
 from attnfuzz.strategies.cases import cases
 from attnfuzz.strategies.draw import draw_values

@@ -10,7 +10,8 @@ from support.subjects import Subject
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.campaign.undrawn import models_left_out, never_drawn_line
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import SINK_VALUES, Case
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.draw import draw_values

@@ -18,7 +18,8 @@ from attnfuzz.strategies.case import PATTERNS, Case, Recipe
 from attnfuzz.strategies.cases import Limits, cases
 from attnfuzz.strategies.draw import drawn
 from attnfuzz.strategies.heads import heads
-from attnfuzz.strategies.lengths import Room, corners, edges, fitted
+from attnfuzz.strategies.kernel_limits import Room
+from attnfuzz.strategies.lengths import corners, edges, fitted
 from attnfuzz.strategies.recipes import recipes, scales
 
 # --- lengths

@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 from support.subjects import LIMITS, Subject
 
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import BadCase, Case, case_from_json, with_check
 from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.schedules import SCHEDULES

@@ -23,7 +23,8 @@ from attnfuzz.oracles.attention import visible_keys
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.cases import _side_of_length, _with_more_queries
 from attnfuzz.strategies.draw import _draw_by_engine, draw_values
-from attnfuzz.strategies.lengths import Room, fits, parts_of_keys
+from attnfuzz.strategies.kernel_limits import Room
+from attnfuzz.strategies.lengths import fits, parts_of_keys
 from attnfuzz.strategies.trials import trial_cases
 from attnfuzz.strategies.variants import all_variants
 

@@ -12,7 +12,8 @@ from attnfuzz.harness.campaign.plan import variants_of
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Capabilities, Config, Device
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.cases import cases
 from attnfuzz.strategies.compiled_modifiers import pooled
 from attnfuzz.strategies.draw import drawn

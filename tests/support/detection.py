@@ -16,11 +16,11 @@ from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.events import Event, FailureFound, KernelSummary, TrialFinished
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.child import ChildError
-from attnfuzz.harness.isolation.isolated import ExecutionError, Isolated
-from attnfuzz.harness.isolation.outcomes import OutOfTime
+from attnfuzz.harness.isolation.isolated import Isolated
+from attnfuzz.harness.isolation.outcomes import ExecutionError, OutOfTime
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.strategies.case import Case, case_from_json
 
 __all__ = ["Attempt", "Found", "Nearest", "Rates", "attempt", "beyond", "executor", "mutant_of", "rates", "rates_by", "spread"]

@@ -16,14 +16,15 @@ import pytest
 from support.paths import ROOT
 
 from attnfuzz.harness.campaign.campaign import run_campaign
-from attnfuzz.harness.campaign.events import CampaignFinished, CaseResumed, Event, Phase, TrialFinished
+from attnfuzz.harness.campaign.coverage import Phase
+from attnfuzz.harness.campaign.events import CampaignFinished, CaseResumed, Event, TrialFinished
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Built, Config, Device, Kernel
 from attnfuzz.kernels.faults.host import FaultyReference
 from attnfuzz.kernels.problem import Problem
 
-_WORKER = b"attnfuzz.harness.campaign.process"
+_WORKER = b"attnfuzz.harness.campaign.worker_main"
 
 
 class Sleeper(FaultyReference):

@@ -26,7 +26,8 @@ from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import OUTPUT_NAMES
 from attnfuzz.kernels.support.process_setup import setup_of
 from attnfuzz.strategies.case import Case
 

@@ -20,7 +20,8 @@ from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters.adapted import Adapted
 from attnfuzz.kernels.capabilities import why_not_shape
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, shape_fields, why_unsupported
-from attnfuzz.kernels.problem import BadArgument, Dtype, Needs, Packing, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Dtype, Needs, Packing, Problem
 from attnfuzz.kernels.support.capability_values import impossible
 from attnfuzz.strategies.variants import Variant, all_variants
 

@@ -14,8 +14,9 @@ from attnfuzz.harness.audit.conformance.limits import limits
 from attnfuzz.harness.audit.conformance.row import Row, failing
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Capabilities, Deviations, Device, Kernel, WindowForm, why_unsupported, window_of
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.expressions.tree import KV, Q, S, to_data, to_float
-from attnfuzz.kernels.problem import BadArgument, Dtype, Layout, Problem
+from attnfuzz.kernels.problem import Dtype, Layout, Problem
 from attnfuzz.strategies.case import SINK_VALUES, Case, Recipe, SinkValues
 from attnfuzz.strategies.variants import Variant, all_variants
 

@@ -14,7 +14,8 @@ import torch
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.isolation.tasks import kernel_of
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure
-from attnfuzz.harness.judge.judge import judge, truth
+from attnfuzz.harness.judge.judge import judge
+from attnfuzz.harness.judge.truth import truth
 from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.build import build_kernel
 from attnfuzz.harness.trial.errors import describe_exception, may_catch

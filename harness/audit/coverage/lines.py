@@ -17,7 +17,7 @@ from attnfuzz.harness.isolation.outcomes import Error, Reply, exception_of
 from attnfuzz.harness.isolation.tasks import trial
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 from attnfuzz.kernels.support import cache
 from attnfuzz.strategies.case import Case
 

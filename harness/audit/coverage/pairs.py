@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from attnfuzz.harness.campaign.coverage import drawn_values, features
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import LAYOUTS, BadArgument
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import LAYOUTS
 from attnfuzz.strategies.case import CALLS, Case, with_problem
 from attnfuzz.strategies.variants import Variant
 

@@ -14,8 +14,9 @@ from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Kernel, protocol_of
+from attnfuzz.kernels.errors import BadArgument, reject
 from attnfuzz.kernels.faults.barriers import FAULTS, PlantedBarrier, faulty_module
-from attnfuzz.kernels.problem import BadArgument, Problem, reject
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support.protocol import ProtocolFault
 from attnfuzz.kernels.tilelang.roles.executor import Executable, Launched, collected, executable
 from attnfuzz.kernels.tilelang.roles.explore import explore

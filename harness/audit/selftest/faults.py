@@ -12,8 +12,8 @@ from typing import Any
 
 from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.events import Finding, KernelSummary, Listener
-from attnfuzz.harness.campaign.processes import WorkerProcesses
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.campaign.worker_processes import WorkerProcesses
 from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.isolation import reaper
 from attnfuzz.harness.isolation.executors import Executor
@@ -22,7 +22,8 @@ from attnfuzz.harness.isolation.outcomes import ExecutionError
 from attnfuzz.harness.report.describe import lengths
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import BadArgument, Dtype, Problem, reject
+from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.problem import Dtype, Problem
 from attnfuzz.strategies.case import Case
 
 __all__ = ["FaultRow", "Faults", "Leaks", "fault_names", "faults", "row_of", "summaries_of"]

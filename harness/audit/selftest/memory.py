@@ -16,9 +16,9 @@ from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.report.describe import lengths
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.errors import BadArgument, reject
 from attnfuzz.kernels.faults.memory import FAULTS, MODULE, PlantedFault
 from attnfuzz.kernels.faults.planted import planted_source
-from attnfuzz.kernels.problem import BadArgument, reject
 
 __all__ = ["CLEAN_CASES", "CleanRow", "MemoryRow", "MemoryTried", "memory"]
 

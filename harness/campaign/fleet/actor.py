@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from attnfuzz.harness.campaign.process import Assignment
-from attnfuzz.harness.campaign.processes import start_process
+from attnfuzz.harness.campaign.worker_main import Assignment
+from attnfuzz.harness.campaign.worker_processes import start_process
 
 __all__ = ["FleetActor"]
 

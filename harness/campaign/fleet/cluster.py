@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from attnfuzz.harness.campaign.workers import auto_workers
+from attnfuzz.harness.campaign.worker_count import auto_workers
 from attnfuzz.harness.core.gpus import gpus
 from attnfuzz.harness.core.signals import uninterrupted
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 
 __all__ = ["Places", "has_room", "joined", "places_in"]
 

@@ -21,10 +21,10 @@ from attnfuzz.harness.campaign.earlier import EarlierCase
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.fleet.actor import FleetActor
 from attnfuzz.harness.campaign.fleet.cluster import Places, has_room
-from attnfuzz.harness.campaign.group import GroupWorker, WorkerGroup, WorkersLost
 from attnfuzz.harness.campaign.journal import Journal, LeftBehind
-from attnfuzz.harness.campaign.link import Turn, TurnEnd
-from attnfuzz.harness.campaign.process import Answer, Assignment, Message
+from attnfuzz.harness.campaign.worker_group import GroupWorker, WorkerGroup, WorkersLost
+from attnfuzz.harness.campaign.worker_link import Turn, TurnEnd
+from attnfuzz.harness.campaign.worker_main import Answer, Assignment, Message
 from attnfuzz.harness.judge.errormap import ErrorMaps, write_maps
 from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case

@@ -16,7 +16,8 @@ from attnfuzz.harness.gate.measured import Errors, Measurement
 from attnfuzz.harness.gate.side import Side
 from attnfuzz.harness.gate.subjects import Subject, fingerprint
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import OutputName, reject, shown
+from attnfuzz.kernels.errors import reject, shown
+from attnfuzz.kernels.problem import OutputName
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
 __all__ = ["FORMAT", "Baseline", "FromFile", "Recorded", "read_baseline", "recorded", "write_baseline"]

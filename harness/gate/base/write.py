@@ -17,7 +17,7 @@ from attnfuzz.harness.gate.side import Side
 from attnfuzz.harness.gate.subjects import Subject, fingerprint, named
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.report.describe import describe_case
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 from attnfuzz.kernels.targets import why_not_on
 
 __all__ = ["written"]

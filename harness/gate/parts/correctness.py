@@ -31,7 +31,7 @@ from attnfuzz.harness.report.describe import describe_case
 from attnfuzz.harness.report.progress import seconds_text
 from attnfuzz.harness.trial.supports import why_not_case, with_config
 from attnfuzz.kernels.contract import Device, Kernel
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 from attnfuzz.strategies.case import Case
 
 __all__ = ["InterruptedCampaignError", "campaign_part", "findings_of", "fixed_campaign", "replay", "stored_cases"]

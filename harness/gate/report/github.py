@@ -8,7 +8,7 @@ from pathlib import Path
 
 from attnfuzz.harness.core.text import printable
 from attnfuzz.harness.gate.result import Finding, Gate, KernelGate
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 
 __all__ = ["annotation", "annotation_lines", "append_summary", "summary_file"]
 

@@ -23,7 +23,8 @@ from attnfuzz.harness.trial.build import build_kernel
 from attnfuzz.harness.trial.errors import describe_exception, format_traceback, mark_as_child
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels.contract import Device, Inputs, Kernel
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import CALLS, Case, case_from_json
 from attnfuzz.strategies.earlier_calls import earlier_problems
 

@@ -21,7 +21,7 @@ from attnfuzz.harness.repro.sanitize.log import Finding, SanitizerLog, read_log
 from attnfuzz.harness.trial.supports import why_not_case, with_config
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.problem import BadArgument, reject
+from attnfuzz.kernels.errors import BadArgument, reject
 from attnfuzz.strategies.case import Case
 
 __all__ = ["DEADLINE", "TOOLS", "Sanitized", "sanitize", "sanitizer_program"]

@@ -31,8 +31,9 @@ from attnfuzz.harness.trial.supports import with_config
 from attnfuzz.harness.trial.trial import check_runnable
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Device, Inputs, Kernel
+from attnfuzz.kernels.errors import reject
 from attnfuzz.kernels.modified import tensors_of
-from attnfuzz.kernels.problem import Problem, reject
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support.file_target import file_target
 from attnfuzz.oracles.formats import Format, half_ulp, rounded
 from attnfuzz.strategies.case import CALLS, RELATIONS, STREAMS

@@ -27,7 +27,8 @@ from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.supports import with_config
 from attnfuzz.harness.trial.trial import check_runnable
 from attnfuzz.kernels.contract import Device, Inputs, Kernel
-from attnfuzz.kernels.problem import BadArgument, OutputName, Problem, reject
+from attnfuzz.kernels.errors import BadArgument, reject
+from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.blockwise import is_large
 from attnfuzz.oracles.formats import Format, rounded
 from attnfuzz.strategies.case import CALLS, RELATIONS, STREAMS

@@ -16,14 +16,14 @@ from msgspec.structs import replace
 from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.contract import heads_first, valid_rows
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, where
-from attnfuzz.harness.judge.judge import Truth, place_of
+from attnfuzz.harness.judge.judge import place_of
 from attnfuzz.harness.judge.together import Launched
-from attnfuzz.harness.judge.truth import flushed_sums
+from attnfuzz.harness.judge.truth import Truth, flushed_sums
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
-from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.runs import clones, differing
+from attnfuzz.harness.trial.unwritten import name_unwritten
 from attnfuzz.kernels.contract import Outputs
 from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.relations.transfer import Move

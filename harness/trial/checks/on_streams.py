@@ -31,10 +31,10 @@ from attnfuzz.harness.judge.together import Launched
 from attnfuzz.harness.trial.bands import Bands, memory
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.checks.calls import alike, cloned, compared, plain
-from attnfuzz.harness.trial.checks.unwritten import name_unwritten
 from attnfuzz.harness.trial.launch import copied, split
 from attnfuzz.harness.trial.runs import differing
 from attnfuzz.harness.trial.side_streams import Streams, streams_of
+from attnfuzz.harness.trial.unwritten import name_unwritten
 from attnfuzz.kernels.contract import Built, Gradients, Inputs, Outputs
 from attnfuzz.kernels.problem import OutputName
 from attnfuzz.strategies.case import Check, Recipe

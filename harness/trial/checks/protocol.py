@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnfuzz.harness.judge.together import Launched
 from attnfuzz.harness.trial.bench import Bench, Steps
-from attnfuzz.harness.trial.checks.unwritten import name_unwritten
+from attnfuzz.harness.trial.unwritten import name_unwritten
 
 __all__ = ["by_roles"]
 

@@ -23,7 +23,8 @@ from attnfuzz.harness.trial.reading import Reading, read_together
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.harness.trial.writes import Writes
 from attnfuzz.kernels.contract import Inputs, Outputs
-from attnfuzz.kernels.problem import OutputName, Problem, reject
+from attnfuzz.kernels.errors import reject
+from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.oracles.relations import constant, rearranged, revalued, strides, transfer, worst
 from attnfuzz.oracles.relations.difference import Difference, Related, Setup
 from attnfuzz.oracles.relations.worst import Worst

@@ -18,13 +18,14 @@ from support.emulated.whole import Emulated
 from support.schema import wrong
 
 from attnfuzz.harness.audit.conformance import features
-from attnfuzz.harness.audit.conformance.check import Conformance, Row, check_adapter
+from attnfuzz.harness.audit.conformance.check import Conformance, check_adapter
 from attnfuzz.harness.audit.conformance.probes import probed
+from attnfuzz.harness.audit.conformance.row import Row
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import dense
 from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Inputs, why_unsupported
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.strategies.case import Case
 from attnfuzz.strategies.variants import all_variants
 

@@ -19,8 +19,8 @@ from attnfuzz.harness.audit.selftest.barriers_report import show_barriers
 from attnfuzz.harness.cli.main import main
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.faults.barriers import FAULTS
-from attnfuzz.kernels.problem import BadArgument
 
 
 class OneConfig:

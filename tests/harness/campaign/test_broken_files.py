@@ -23,7 +23,7 @@ from attnfuzz.harness.cli.options import writable, write_file
 from attnfuzz.harness.core import files
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import dense
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 PROBLEM: dict[str, Any] = {
     "seqlens_q": [3],

@@ -12,8 +12,8 @@ from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.faults.host import FaultyReference
-from attnfuzz.kernels.problem import BadArgument
 
 
 class Missing(FaultyReference):

@@ -22,7 +22,8 @@ from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.support.process_setup import ProcessSetup
 from attnfuzz.strategies.case import Case, Recipe
 

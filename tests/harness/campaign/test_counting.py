@@ -16,11 +16,11 @@ from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.coordinator import Coordinator
 from attnfuzz.harness.campaign.coverage import Tally
 from attnfuzz.harness.campaign.events import Event, TrialFinished
-from attnfuzz.harness.campaign.group import GroupWorker, WorkerGroup
 from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.plan import plan_of
-from attnfuzz.harness.campaign.process import Answer, Message
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.campaign.worker_group import GroupWorker, WorkerGroup
+from attnfuzz.harness.campaign.worker_main import Answer, Message
 from attnfuzz.harness.core.signals import interrupted_once
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.problem import Problem

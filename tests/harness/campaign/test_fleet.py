@@ -22,9 +22,9 @@ from attnfuzz.harness.campaign.events import CampaignFinished, CaseResumed, Even
 from attnfuzz.harness.campaign.fleet import workers as fleet
 from attnfuzz.harness.campaign.fleet.cluster import Places
 from attnfuzz.harness.campaign.fleet.workers import FleetWorkers, _FleetWorker
-from attnfuzz.harness.campaign.group import WorkerGroup, WorkersLost
 from attnfuzz.harness.campaign.journal import Journal, left_behind
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.campaign.worker_group import WorkerGroup, WorkersLost
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.problem import Problem

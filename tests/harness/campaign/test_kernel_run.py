@@ -27,7 +27,8 @@ from attnfuzz.harness.report.figures import Figures
 from attnfuzz.harness.repro.reproduce import Where, repeat, reproduce
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import BadArgument, OutputName, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.strategies.case import RELATIONS, Case, with_check
 
 KERNEL = registry.get("torch.reference_cpu")

@@ -21,10 +21,10 @@ from attnfuzz.harness.campaign.corpus import Corpus, read_case
 from attnfuzz.harness.campaign.events import Event, Finding, KernelStarted, TrialFinished
 from attnfuzz.harness.campaign.explain import Explanation, Part
 from attnfuzz.harness.campaign.kernel_state import KernelState
-from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.worker import Worker
+from attnfuzz.harness.campaign.worker_link import Turn, TurnEnd
 from attnfuzz.harness.judge.failure import Failure, Place
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry

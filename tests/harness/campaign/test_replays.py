@@ -20,11 +20,11 @@ from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, StoredFinding, re
 from attnfuzz.harness.campaign.events import CampaignFinished, Event, Finding, ReplayStarted, TrialFinished
 from attnfuzz.harness.campaign.journal import Journal, LeftBehind
 from attnfuzz.harness.campaign.kernel_state import KernelState
-from attnfuzz.harness.campaign.link import Turn
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.replays import ReplayRecord, in_turn, most_replays
 from attnfuzz.harness.campaign.rounds import Rounds
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.campaign.worker_link import Turn
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry

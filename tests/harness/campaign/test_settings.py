@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from attnfuzz.harness.campaign import workers
+from attnfuzz.harness.campaign import worker_count
 from attnfuzz.harness.campaign.context import batch_for
 from attnfuzz.harness.campaign.options import OPTIONS, settings_from
 from attnfuzz.harness.campaign.settings import PROFILES, Settings, duration, profile
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_seconds(settings: Settings, seconds: float | None) -> None:
 
 def test_workers_share_a_gpu_unless_they_are_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(workers, "auto_workers", lambda _, *, share_gpu: asked.append(share_gpu) or 3)
+    monkeypatch.setattr(worker_count, "auto_workers", lambda _, *, share_gpu: asked.append(share_gpu) or 3)
     values = {option.key: option.default for option in OPTIONS}
     assert Settings().share_gpu
     made = [settings_from({**values, "seed": 0, "no_share_gpu": off}, "cuda") for off in (False, True)]
@@ -156,15 +156,15 @@ def test_settings_are_frozen() -> None:
 def test_workers_leave_cores_to_children_that_feed_a_gpu(
     cores: int, cpu: int, cuda: int, shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(workers.os, "sysconf", lambda name: 1 << 12 if name == "SC_PAGE_SIZE" else 1 << 30)
-    monkeypatch.setattr(workers, "gpus", lambda: ("0", "1"))
-    monkeypatch.setattr(workers, "free_memory", lambda _: None)
-    monkeypatch.setattr(workers, "obstacle", lambda: None)
-    assert (workers.auto_workers("cpu", share_gpu=True), workers.auto_workers("cuda")) == (cpu, cuda)
-    assert workers.auto_workers("cuda", share_gpu=True) == shared
-    monkeypatch.setattr(workers, "obstacle", lambda: "no server")
-    assert workers.auto_workers("cuda", share_gpu=True) == cuda
+    monkeypatch.setattr(worker_count.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(worker_count.os, "sysconf", lambda name: 1 << 12 if name == "SC_PAGE_SIZE" else 1 << 30)
+    monkeypatch.setattr(worker_count, "gpus", lambda: ("0", "1"))
+    monkeypatch.setattr(worker_count, "free_memory", lambda _: None)
+    monkeypatch.setattr(worker_count, "obstacle", lambda: None)
+    assert (worker_count.auto_workers("cpu", share_gpu=True), worker_count.auto_workers("cuda")) == (cpu, cuda)
+    assert worker_count.auto_workers("cuda", share_gpu=True) == shared
+    monkeypatch.setattr(worker_count, "obstacle", lambda: "no server")
+    assert worker_count.auto_workers("cuda", share_gpu=True) == cuda
 
 
 def test_a_batch_on_a_gpu_can_be_made_smaller_but_not_larger() -> None:

@@ -15,7 +15,7 @@ from attnfuzz.harness.campaign.rounds import Rounds
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 KERNEL = "torch.reference_cpu"
 

@@ -19,7 +19,7 @@ from support.engine import Compiling, Sleeper, alive, campaign, descendants, tri
 from support.mps import DIES_WHERE_SHARED, QUIT, START, FakeServer
 
 from attnfuzz.harness.audit.selftest import faults as selftest
-from attnfuzz.harness.campaign import processes
+from attnfuzz.harness.campaign import worker_processes
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.corpus import read_case
 from attnfuzz.harness.campaign.events import CampaignFinished, Event, SharedGpu, TrialFinished
@@ -30,7 +30,7 @@ from attnfuzz.harness.isolation.sharing import Sharing
 from attnfuzz.kernels.contract import Built, Config, Device
 from attnfuzz.kernels.problem import Problem
 
-_several_on_a_gpu = processes.WorkerProcesses._several_on_a_gpu
+_several_on_a_gpu = worker_processes.WorkerProcesses._several_on_a_gpu
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServ
     monkeypatch.setattr(sharing, "_USUAL", tmp_path / "none")
     # What is marked there as compiled is not compiled again.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(processes.WorkerProcesses, "_several_on_a_gpu", lambda _: True)
+    monkeypatch.setattr(worker_processes.WorkerProcesses, "_several_on_a_gpu", lambda _: True)
     # A short path: pytest's own may be too long for a socket.
     with tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -122,7 +122,7 @@ def test_tasks_that_the_end_of_the_budget_ends_are_no_reason(server: FakeServer)
 
 @pytest.mark.parametrize(("left", "reason"), [(None, "hang"), (60.0, "hang"), (0.0, None)])
 def test_an_end_before_that_of_the_budget_has_its_reason(left: float | None, reason: str | None, tmp_path: Path) -> None:
-    group = processes.WorkerProcesses.__new__(processes.WorkerProcesses)
+    group = worker_processes.WorkerProcesses.__new__(worker_processes.WorkerProcesses)
     now = time.monotonic()
     group._context, group._began = CampaignContext(Settings("cpu"), end=None if left is None else now + left), now - 5
     group._sharing, group._gpus = [Sharing(tmp_path)], []
@@ -147,7 +147,7 @@ def test_without_a_server_the_workers_do_not_share(server: FakeServer, monkeypat
 
 @pytest.mark.slow
 def test_one_worker_on_each_gpu_shares_nothing(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes.WorkerProcesses, "_several_on_a_gpu", _several_on_a_gpu)
+    monkeypatch.setattr(worker_processes.WorkerProcesses, "_several_on_a_gpu", _several_on_a_gpu)
     done, _ = campaign(["torch.reference_cpu"], None, max_examples=2, workers=2, share_gpu=True)
     assert done.shared_gpu is None
     assert server.calls == []
@@ -180,17 +180,19 @@ def test_a_run_says_for_how_long_its_workers_shared_the_gpu(as_json: bool, serve
     [("cuda", ["0"], 2, True), ("cuda", [], 2, True), ("cuda", ["0", "1"], 2, False), ("cpu", [], 2, False)],
 )
 def test_where_a_gpu_has_several_workers(device: Device, gpus: list[str], workers: int, several: bool) -> None:
-    group = processes.WorkerProcesses.__new__(processes.WorkerProcesses)
+    group = worker_processes.WorkerProcesses.__new__(worker_processes.WorkerProcesses)
     group._context, group._count = CampaignContext(Settings(device, workers=workers)), workers
     group._gpus = gpus
     assert _several_on_a_gpu(group) == several
 
 
 def test_each_gpu_has_a_server_of_its_own(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = processes.WorkerProcesses.__new__(processes.WorkerProcesses)
+    group = worker_processes.WorkerProcesses.__new__(worker_processes.WorkerProcesses)
     started: list[str] = []
     monkeypatch.setattr(
-        processes, "start_process", lambda _, more, __: started.append(Path(more[sharing.VARIABLES[0]]).name) or (None, PIPE)
+        worker_processes,
+        "start_process",
+        lambda _, has, __: started.append(Path(has[sharing.VARIABLES[0]]).name) or (None, PIPE),
     )
     group._context, group._began = CampaignContext(Settings("cuda", workers=5)), time.monotonic() - 5
     group._gpus, group._count, group._living, group._assignment = ["GPU-a", "GPU-b"], 5, [], None
@@ -220,10 +222,10 @@ import sys, tempfile
 from pathlib import Path
 from support.engine import SLEEPER, campaign
 from attnfuzz.harness.audit.selftest import faults as selftest
-from attnfuzz.harness.campaign import processes
+from attnfuzz.harness.campaign import worker_processes
 from attnfuzz.harness.isolation import sharing
 sharing._USUAL = Path("/nowhere")
-processes.WorkerProcesses._several_on_a_gpu = lambda _: True
+worker_processes.WorkerProcesses._several_on_a_gpu = lambda _: True
 campaign([SLEEPER], None, lambda each: print(type(each).__name__, flush=True), max_examples=4000, workers=2, share_gpu=True)
 """
 

@@ -24,12 +24,12 @@ from attnfuzz.harness.campaign.coordinator import Coordinator, LocalTurns
 from attnfuzz.harness.campaign.drawer import Drawer
 from attnfuzz.harness.campaign.kernel_run import KernelRun
 from attnfuzz.harness.campaign.kernel_state import KernelState
-from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import KernelPlan, plan_of
 from attnfuzz.harness.campaign.rounds import EXAMPLES, Round, Rounds
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
 from attnfuzz.harness.campaign.supply import Supply
 from attnfuzz.harness.campaign.worker import Worker
+from attnfuzz.harness.campaign.worker_link import Turn, TurnEnd
 from attnfuzz.harness.isolation.executors import Compiled, Compiler, SerialCompiler, compile_error
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry

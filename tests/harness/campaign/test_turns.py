@@ -10,9 +10,9 @@ from support.runs import FunctionExecutor
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.coordinator import Coordinator
 from attnfuzz.harness.campaign.kernel_state import KernelState
-from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.campaign.worker_link import Turn, TurnEnd
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.faults.host import FaultyReference
 

@@ -29,7 +29,7 @@ from support.engine import (
 )
 
 from attnfuzz.harness.audit.selftest import faults as selftest
-from attnfuzz.harness.campaign import corpus, group
+from attnfuzz.harness.campaign import corpus, worker_group
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.events import (
     CampaignFinished,
@@ -44,7 +44,7 @@ from attnfuzz.harness.campaign.events import (
 )
 from attnfuzz.harness.campaign.journal import left_behind
 from attnfuzz.harness.isolation.outcomes import ExecutionError
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 __all__ = ["tidy"]
 
@@ -136,7 +136,7 @@ def test_a_selftest_whose_workers_die_is_not_right(tidy: Path, monkeypatch: pyte
         for each in workers_of(os.getpid()):
             os.kill(each, signal.SIGKILL)
 
-    monkeypatch.setattr(group, "_MOST_DEATHS", 0)
+    monkeypatch.setattr(worker_group, "_MOST_DEATHS", 0)
     with pytest.raises(ExecutionError, match="2 worker processes died, the last with SIGKILL"):
         selftest.faults("cpu", die, ["fault.abort"], restarts=0, workers=2)
 
@@ -255,7 +255,7 @@ def _has_children(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_workers_that_die_again_and_again_end_the_run(tidy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "_MOST_DEATHS", 1)
+    monkeypatch.setattr(worker_group, "_MOST_DEATHS", 1)
     done, events = campaign([Deadly("test.deadly")], tidy, max_examples=6, workers=2)
     assert done.lost is not None
     assert done.lost.startswith("4 worker processes died, the last with SIGKILL; the next run begins with their Cases in flight")

@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 from support.peers import Raising, Right, Skewed
 from support.small import small_cases
 
-from attnfuzz.harness.campaign.events import CampaignFinished, KernelBroke, KernelSkipped, KernelSummary, Worst
+from attnfuzz.harness.campaign.coverage import Worst
+from attnfuzz.harness.campaign.events import CampaignFinished, KernelBroke, KernelSkipped, KernelSummary
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.cli import main as cli
 from attnfuzz.harness.core.environment import versions

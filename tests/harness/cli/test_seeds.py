@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from attnfuzz.harness.campaign.options import OPTIONS, drawn_seed, settings_from
 from attnfuzz.harness.cli.main import main
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,9 @@ from attnfuzz.harness.compile.figures import figures_of, rank
 from attnfuzz.harness.compile.report import markdown, placed
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.lowering import Lowers, MachineCode, capability, shared_limit
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.variants import all_variants
 
 LOG = """ptxas info    : 0 bytes gmem

@@ -18,7 +18,7 @@ from attnfuzz.harness.gate.base.checkout import Changes, Checkout, changes_since
 from attnfuzz.harness.gate.side import base_environment
 from attnfuzz.harness.gate.subjects import files_of, named, why_absent
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 
 @pytest.fixture

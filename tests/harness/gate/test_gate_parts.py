@@ -30,7 +30,8 @@ from attnfuzz.harness.judge.truth import Truth
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Outputs
-from attnfuzz.kernels.problem import BadArgument, OutputName, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import OutputName, Problem
 from attnfuzz.strategies.case import Case, Recipe
 
 KERNEL = "torch.reference_cpu"

@@ -15,7 +15,7 @@ from attnfuzz.harness.gate.report import github
 from attnfuzz.harness.gate.report.junit import junit
 from attnfuzz.harness.gate.report.terminal import GateProgress, gate_object, markdown, show_gate
 from attnfuzz.harness.gate.result import Finding, Gate, KernelGate, Part, PartFinished, Waiver
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 NASTY = 'dK: 100 % wrong,\nat "a:b" <script> ``` | [x](y) \x1b[31m \x00 \udc80 ::error::'
 WAIVER = Waiver(2, "#12", "2026-06-30")

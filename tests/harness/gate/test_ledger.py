@@ -14,7 +14,7 @@ from support.paths import ROOT
 from attnfuzz.harness.core.environment import versions
 from attnfuzz.harness.gate.ledger import Ledger, case_of, check_kernels, let_through, read_ledger, spent
 from attnfuzz.harness.gate.result import Finding, KernelGate, Part
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 TODAY = date(2026, 3, 1)
 WRONG_DK = Finding("campaign", "acme.flash", "dK: 3 of 9 elements are wrong", "mismatch", "dk", "element")

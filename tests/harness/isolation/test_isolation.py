@@ -37,7 +37,8 @@ from attnfuzz.harness.trial.build import build_kernel
 from attnfuzz.harness.trial.errors import MEMORY_TAKEN
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case
 
 NAMES = selftest.fault_names("cpu")

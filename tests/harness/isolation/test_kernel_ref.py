@@ -12,8 +12,8 @@ import pytest
 from attnfuzz.harness.isolation.kernel_ref import shipped, unpacked
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.faults.host import fault_kernel
-from attnfuzz.kernels.problem import BadArgument
 
 MODULE = """
 from attnfuzz.kernels.faults.host import FaultyReference

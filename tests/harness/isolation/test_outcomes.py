@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attnfuzz.harness.isolation.outcomes import ChildMemoryError, ChildOSError, Error, ExecutionError, exception_of
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 
 
 def kinds(base: type[BaseException]) -> list[type[BaseException]]:

@@ -21,7 +21,8 @@ from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import Adapted, dense
 from attnfuzz.kernels.contract import BuildError, Config
-from attnfuzz.kernels.problem import BadArgument, Needs, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.kernels.support import process_setup
 from attnfuzz.strategies.case import Case, Recipe
 

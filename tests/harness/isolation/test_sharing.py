@@ -20,7 +20,7 @@ from support.engine import alive, wait_for
 from support.mps import DIES_WHERE_SHARED, QUIT, SLOW_AT_THREE_KEYS, START, FakeServer
 from support.paths import TESTS
 
-from attnfuzz.harness.isolation import reaper, sharing, worker
+from attnfuzz.harness.isolation import child_main, reaper, sharing
 from attnfuzz.harness.isolation import supervisor as supervisor_module
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.isolated import Isolated
@@ -378,7 +378,7 @@ def test_the_server_counts_gpus_as_its_clients_do(
 
 
 def test_the_variables_may_differ_between_template_processes() -> None:
-    assert set(sharing.VARIABLES) <= worker._OF_A_TEMPLATE
+    assert set(sharing.VARIABLES) <= child_main._OF_A_TEMPLATE
 
 
 PROGRAM = """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnfuzz.harness.judge.judge import judge, truth
+from attnfuzz.harness.judge.judge import judge
+from attnfuzz.harness.judge.truth import truth
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels.contract import Deviations, Outputs
 from attnfuzz.kernels.problem import Needs, Problem

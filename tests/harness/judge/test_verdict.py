@@ -11,7 +11,8 @@ from support.emulated.whole import Emulated
 
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.judge import judge as judging
-from attnfuzz.harness.judge.judge import judge, truth
+from attnfuzz.harness.judge.judge import judge
+from attnfuzz.harness.judge.truth import truth
 from attnfuzz.harness.trial import trial
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels import registry

@@ -10,7 +10,8 @@ import torch
 from support.emulated.whole import Emulated
 
 from attnfuzz.harness.judge.failure import Place
-from attnfuzz.harness.judge.judge import judge, truth
+from attnfuzz.harness.judge.judge import judge
+from attnfuzz.harness.judge.truth import truth
 from attnfuzz.harness.judge.wording import of_statistic, wrong_elements, wrong_output
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels.contract import Deviations, Outputs

@@ -36,7 +36,8 @@ from attnfuzz.harness.repro.reproduce import Reproduction, Where
 from attnfuzz.harness.trial.errormaps import error_maps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Inputs
-from attnfuzz.kernels.problem import BadArgument, Needs
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Needs
 from attnfuzz.oracles.attention import visible_keys
 
 BEYOND = EXACT + STEPS

@@ -33,7 +33,7 @@ from attnfuzz.harness.report.runfile import MOST_BYTES, RunRecord, read_run, run
 from attnfuzz.harness.trial.errormaps import error_maps
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Inputs
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.strategies.case import Case
 
 

@@ -28,7 +28,8 @@ from attnfuzz.harness.trial.trial import check_runnable, run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.adapters import dense
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case
 
 HERE = Where(device="cpu", in_process=True)

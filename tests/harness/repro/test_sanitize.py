@@ -26,8 +26,9 @@ from attnfuzz.harness.repro.sanitize import sanitize
 from attnfuzz.harness.repro.sanitize.log import Finding, read_log
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.faults.planted import Edit, planted_copy
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case
 
 WRITE = """

@@ -31,10 +31,11 @@ from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.expressions import named as modifiers
 from attnfuzz.kernels.expressions.tree import to_data
 from attnfuzz.kernels.modified import tensors_of
-from attnfuzz.kernels.problem import BadArgument, Dtype, Layout, Needs, Problem
+from attnfuzz.kernels.problem import Dtype, Layout, Needs, Problem
 from attnfuzz.kernels.triton import runtime
 from attnfuzz.oracles.formats import Format, rounded
 from attnfuzz.strategies.case import PATTERNS, Case, Pattern, Recipe

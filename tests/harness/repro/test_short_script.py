@@ -28,7 +28,8 @@ from attnfuzz.harness.repro.script.trying import Ran, run_script
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.problem import BadArgument, Needs, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.strategies.case import Case, Recipe
 
 

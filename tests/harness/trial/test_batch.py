@@ -25,7 +25,8 @@ from attnfuzz.harness.trial.inputs import materialise, numbers_of
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Inputs
-from attnfuzz.kernels.problem import BadArgument, Layout, Needs, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Layout, Needs, Problem
 from attnfuzz.strategies.case import CALLS, PATTERNS, RELATIONS, Case, Check, Recipe
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.draw import draw_values

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attnfuzz.harness.trial import trial
 from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.expressions.derivative import by_load, by_score
 from attnfuzz.kernels.expressions.evaluation import evaluate
 from attnfuzz.kernels.expressions.named import MASKS, SCORES, bias, causal, softcap
@@ -40,7 +41,7 @@ from attnfuzz.kernels.expressions.tree import (  # fmt: skip
     whole,
 )
 from attnfuzz.kernels.modified import of_heads, tensors_of
-from attnfuzz.kernels.problem import BadArgument, Needs, Problem
+from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.kernels.torch.flex_modified import modifiers_of
 from attnfuzz.oracles.attention import reference, sequences
 from attnfuzz.strategies.case import Case, Recipe
@@ -254,7 +255,7 @@ WRONG = {
 def test_another_modifier_is_found(name: str) -> None:
     """The emulated kernel given one modifier and judged by another."""
     from attnfuzz.harness.judge.judge import judge
-    from attnfuzz.harness.judge.judge import truth as truth_of
+    from attnfuzz.harness.judge.truth import truth as truth_of
     from attnfuzz.harness.trial.launch import split
     from attnfuzz.kernels.contract import Outputs
 
@@ -273,7 +274,7 @@ def test_another_modifier_is_found(name: str) -> None:
 
 def test_a_wrong_gradient_of_a_captured_tensor_is_found() -> None:
     from attnfuzz.harness.judge.judge import judge
-    from attnfuzz.harness.judge.judge import truth as truth_of
+    from attnfuzz.harness.judge.truth import truth as truth_of
     from attnfuzz.harness.trial.launch import split
     from attnfuzz.kernels.contract import Outputs
 

@@ -13,7 +13,8 @@ import pytest
 from msgspec.structs import replace
 from support.paths import ROOT
 
-from attnfuzz.harness.campaign.campaign import executor_for, run_campaign
+from attnfuzz.harness.campaign.campaign import run_campaign
+from attnfuzz.harness.campaign.executor import executor_for
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.cli.options import asked_for, every_kernel
 from attnfuzz.harness.gate.ledger import Entry, case_of, check_kernels, read_ledger
@@ -23,7 +24,8 @@ from attnfuzz.harness.gate.subjects import named
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Deviations, Device
-from attnfuzz.kernels.problem import BadArgument, Needs, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Needs, Problem
 from attnfuzz.kernels.released import DISTRIBUTIONS
 from attnfuzz.kernels.released.subject import Package, Released, released
 from attnfuzz.kernels.support import memory

@@ -14,7 +14,8 @@ from msgspec.structs import replace  # noqa: E402
 from tvm.ir.transform import PassContext  # noqa: E402
 from tvm.target import Target  # noqa: E402
 
-from attnfuzz.harness.trial.bench import Bench, Clock  # noqa: E402
+from attnfuzz.harness.core.clock import Clock  # noqa: E402
+from attnfuzz.harness.trial.bench import Bench  # noqa: E402
 from attnfuzz.harness.trial.trial import run_trial  # noqa: E402
 from attnfuzz.kernels import registry  # noqa: E402
 from attnfuzz.kernels.contract import Config  # noqa: E402
@@ -22,7 +23,7 @@ from attnfuzz.kernels.problem import Layout, Problem  # noqa: E402
 from attnfuzz.kernels.tilelang import dense, dense_device  # noqa: E402
 from attnfuzz.kernels.tilelang.build import cuda_passes  # noqa: E402
 from attnfuzz.kernels.tilelang.dense import GQA_ATOMIC, GQA_SPLIT, MHA, MHA_PIPELINED  # noqa: E402
-from attnfuzz.kernels.tilelang.tiles import CONFIGS  # noqa: E402
+from attnfuzz.kernels.tilelang.hopper import CONFIGS  # noqa: E402
 from attnfuzz.strategies.case import Case, Recipe  # noqa: E402
 
 DENSE = (MHA, GQA_ATOMIC, GQA_SPLIT)

@@ -56,9 +56,9 @@ from attnfuzz.kernels.problem import Problem  # noqa: E402
 from attnfuzz.kernels.tilelang import dense_device  # noqa: E402
 from attnfuzz.kernels.tilelang.build import compile_counts, compiled, cuda_passes  # noqa: E402
 from attnfuzz.kernels.tilelang.dense import GQA_ATOMIC  # noqa: E402
+from attnfuzz.kernels.tilelang.hopper import CONFIGS  # noqa: E402
 from attnfuzz.kernels.tilelang.modified import KERNEL  # noqa: E402
 from attnfuzz.kernels.tilelang.printer import printed  # noqa: E402
-from attnfuzz.kernels.tilelang.tiles import CONFIGS  # noqa: E402
 from attnfuzz.oracles.tree_errors import evaluated  # noqa: E402
 from attnfuzz.strategies.case import Case, Recipe  # noqa: E402
 from attnfuzz.strategies.compiled_modifiers import pooled  # noqa: E402

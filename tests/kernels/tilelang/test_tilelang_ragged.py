@@ -19,8 +19,8 @@ from attnfuzz.kernels import registry  # noqa: E402
 from attnfuzz.kernels.problem import Problem  # noqa: E402
 from attnfuzz.kernels.tilelang import ragged_device  # noqa: E402
 from attnfuzz.kernels.tilelang.build import cuda_passes  # noqa: E402
+from attnfuzz.kernels.tilelang.hopper import CONFIGS  # noqa: E402
 from attnfuzz.kernels.tilelang.ragged import ATOMIC, SPLIT, TileLangRagged  # noqa: E402
-from attnfuzz.kernels.tilelang.tiles import CONFIGS  # noqa: E402
 from attnfuzz.strategies.case import Case, Recipe  # noqa: E402
 
 RAGGED = (ATOMIC, SPLIT)

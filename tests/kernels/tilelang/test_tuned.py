@@ -13,8 +13,9 @@ from support.runs import try_variants
 
 from attnfuzz.harness.core import environment
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import BadArgument, Problem
-from attnfuzz.kernels.tilelang.tiles import CONFIGS, fits
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.tilelang.hopper import CONFIGS, fits
 from attnfuzz.kernels.tilelang.tuned import ARCH, config_of, read, rows, tuned
 from attnfuzz.strategies.variants import Variant, all_variants
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from attnfuzz.kernels import registry
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.torch.autograd import attention, attention_padded, attention_varlen
 
 assert issubclass(BadArgument, ValueError)

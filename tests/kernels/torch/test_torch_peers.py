@@ -22,7 +22,8 @@ from attnfuzz.harness.trial.poison import PoisonEmpty
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Capabilities, Config, Kernel
-from attnfuzz.kernels.problem import BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Problem
 from attnfuzz.kernels.torch import ops, varlen_attn
 from attnfuzz.strategies.case import Case, Recipe
 from attnfuzz.strategies.cases import cases

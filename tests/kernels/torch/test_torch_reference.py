@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from attnfuzz.kernels.contract import Config, Inputs, Kernel
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
 from attnfuzz.kernels.torch.reference_cpu import KERNEL
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from support.triton_mode import interpreted
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Kernel
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.expressions.named import (
     MASKS,
     SCORES,
@@ -46,7 +47,7 @@ from attnfuzz.kernels.expressions.tree import (
     where,
     whole,
 )
-from attnfuzz.kernels.problem import BadArgument, Layout, Needs
+from attnfuzz.kernels.problem import Layout, Needs
 from attnfuzz.kernels.triton import flex, flex_configs, runtime
 from attnfuzz.kernels.triton.assembler import assembler
 from attnfuzz.kernels.triton.flex import KERNEL, PRESCALED, TF32

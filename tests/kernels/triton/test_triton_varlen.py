@@ -15,7 +15,8 @@ from support.triton_mode import interpreted
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels.contract import Config, Inputs, Kernel
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Layout, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import OUTPUT_NAMES, Layout, Problem
 from attnfuzz.kernels.triton.varlen import KERNEL, TritonVarlen
 from attnfuzz.strategies.case import SINK_VALUES, Case, Recipe
 

@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnfuzz.harness.judge import intervals as measure
-from attnfuzz.harness.judge.judge import judge, truth
-from attnfuzz.harness.judge.truth import is_tiny
+from attnfuzz.harness.judge.judge import judge
+from attnfuzz.harness.judge.truth import is_tiny, truth
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels.contract import Deviations, Outputs
 from attnfuzz.kernels.problem import Dtype, Problem

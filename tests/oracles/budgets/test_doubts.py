@@ -12,7 +12,8 @@ from support.triton_mode import interpreted
 
 from attnfuzz.harness.campaign import coverage as tally
 from attnfuzz.harness.campaign.events import KernelSummary
-from attnfuzz.harness.judge.judge import judge, truth
+from attnfuzz.harness.judge.judge import judge
+from attnfuzz.harness.judge.truth import truth
 from attnfuzz.harness.judge.verdict import IN_DOUBT, Verdict
 from attnfuzz.harness.report.describe import describe_verdict
 from attnfuzz.harness.report.terminal import summary_table

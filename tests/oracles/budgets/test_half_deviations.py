@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 from support.emulated.whole import WIDE, Emulated
 
-from attnfuzz.harness.judge.judge import truth
+from attnfuzz.harness.judge.truth import truth
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry

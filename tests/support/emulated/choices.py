@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.problem import Problem, reject
+from attnfuzz.kernels.errors import reject
+from attnfuzz.kernels.problem import Problem
 
 _SAMPLE = 24
 _RZ_WORK, _TC_WORK = 12_000_000, 800_000

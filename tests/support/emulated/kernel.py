@@ -21,8 +21,9 @@ from support.emulated.tiled import Sequence, Tiled
 
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Deviations, Device, Gradients, Inputs, why_unsupported
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.modified import score_of, tensors_of
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
+from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
 
 _FILES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 _CORRECT: Final = Change()

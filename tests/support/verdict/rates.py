@@ -21,7 +21,7 @@ from support.verdict.other_rules import RULES, Rule
 from support.verdict.processes import finished
 from support.verdict.trials import Alarm, Judged, Work, work
 
-from attnfuzz.kernels.problem import reject
+from attnfuzz.kernels.errors import reject
 
 CASES: Final = 3000
 _PER_FAULT: dict[Table, int] = {"plain": 100, "mixed": 129}

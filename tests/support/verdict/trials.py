@@ -15,7 +15,8 @@ from support.emulated.kernel import fault_kernel, kernel_named
 from support.verdict.cases import FamilyCase, Table, drawn_case
 from support.verdict.other_rules import References, Rule, alarms, compared, references
 
-from attnfuzz.harness.judge.judge import Truth, Truths, judge, truth
+from attnfuzz.harness.judge.judge import judge
+from attnfuzz.harness.judge.truth import Truth, Truths, truth
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.kernels.contract import Inputs, Kernel, Outputs

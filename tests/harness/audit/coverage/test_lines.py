@@ -7,7 +7,8 @@ import pytest
 from attnfuzz.harness.audit.coverage.lines import check_lines, lines_of
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
-from attnfuzz.kernels.problem import BadArgument, Layout, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import Layout, Problem
 from attnfuzz.strategies.case import Case
 
 CONFIG = Config(tile_m=16, tile_n=16, num_warps=4, num_stages=1)

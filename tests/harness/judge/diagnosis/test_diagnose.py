@@ -20,7 +20,8 @@ from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.judge.diagnosis.diagnose import diagnose
 from attnfuzz.harness.judge.diagnosis.model import Pattern, Span, span_words, spans
 from attnfuzz.harness.judge.failure import Failure
-from attnfuzz.harness.judge.judge import judge, truth
+from attnfuzz.harness.judge.judge import judge
+from attnfuzz.harness.judge.truth import truth
 from attnfuzz.harness.report.describe import describe_verdict
 from attnfuzz.harness.report.machine import verdict_object
 from attnfuzz.harness.trial.inputs import materialise

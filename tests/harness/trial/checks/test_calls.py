@@ -25,7 +25,8 @@ from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.harness.trial.trial import check_runnable, run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Device
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Problem
+from attnfuzz.kernels.errors import BadArgument
+from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
 from attnfuzz.strategies.case import CALLS, Case, Check, Recipe
 from attnfuzz.strategies.earlier_calls import earlier_problems, other_problems, why_not_call
 from attnfuzz.strategies.trials import call_checks

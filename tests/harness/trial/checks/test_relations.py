@@ -30,8 +30,9 @@ from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.supports import why_not_case
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Capabilities, Config, Deviations, Kernel
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.faults.planted import Edit, planted_copy
-from attnfuzz.kernels.problem import OUTPUT_NAMES, BadArgument, Layout, Needs, Problem
+from attnfuzz.kernels.problem import OUTPUT_NAMES, Layout, Needs, Problem
 from attnfuzz.kernels.torch.reference_cpu import ReferenceCpu
 from attnfuzz.kernels.triton.varlen import TritonVarlen
 from attnfuzz.oracles.relations import strides

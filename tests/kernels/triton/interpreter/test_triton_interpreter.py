@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.triton_mode import loaded, marks
 
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.triton import runtime
 
 if TYPE_CHECKING:

@@ -13,15 +13,15 @@ from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.coordinator import Coordinator
 from attnfuzz.harness.campaign.events import CaseSkipped, SharedGpu
 from attnfuzz.harness.campaign.journal import LeftBehind, left_behind
-from attnfuzz.harness.campaign.link import Turn
-from attnfuzz.harness.campaign.process import Answer, Message
 from attnfuzz.harness.campaign.rounds import Round
+from attnfuzz.harness.campaign.worker_link import Turn
+from attnfuzz.harness.campaign.worker_main import Answer, Message
 from attnfuzz.harness.core.signals import ending, uninterrupted
 from attnfuzz.harness.isolation.kernel_ref import shipped
 from attnfuzz.harness.isolation.root import Root
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.strategies.case import Case
 
 __all__ = ["GroupWorker", "WorkerGroup", "WorkersLost"]

@@ -19,15 +19,15 @@ from typing import Any
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.coordinator import Coordinator
 from attnfuzz.harness.campaign.events import SharedGpu
-from attnfuzz.harness.campaign.group import GroupWorker, WorkerGroup
 from attnfuzz.harness.campaign.journal import LeftBehind
-from attnfuzz.harness.campaign.process import Answer, Assignment, Message
+from attnfuzz.harness.campaign.worker_group import GroupWorker, WorkerGroup
+from attnfuzz.harness.campaign.worker_main import Answer, Assignment, Message
 from attnfuzz.harness.core.bytecode import bytecode_variables
 from attnfuzz.harness.core.gpus import gpus
 from attnfuzz.harness.isolation import reaper, sharing
 from attnfuzz.harness.isolation.child_variables import child_variables
 from attnfuzz.harness.isolation.forkserver import Forkserver
-from attnfuzz.harness.isolation.memory import share_of_memory
+from attnfuzz.harness.isolation.memory_cap import share_of_memory
 from attnfuzz.harness.isolation.root import Root
 from attnfuzz.harness.isolation.sharing import NotShared, Sharing
 from attnfuzz.harness.isolation.tasks import preloads
@@ -36,7 +36,7 @@ from attnfuzz.strategies.case import Case, case_from_json
 
 __all__ = ["WorkerProcesses", "start_process"]
 
-_PROGRAM = "import sys; from attnfuzz.harness.campaign.process import main; main(sys.argv[1:])"
+_PROGRAM = "import sys; from attnfuzz.harness.campaign.worker_main import main; main(sys.argv[1:])"
 _LAST_WORDS = 15.0
 """Seconds that a worker has to end once its connection is closed."""
 

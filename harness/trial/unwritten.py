@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.contract import heads_first
 from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, where
-from attnfuzz.harness.judge.judge import Truth, place_of
+from attnfuzz.harness.judge.judge import place_of
+from attnfuzz.harness.judge.truth import Truth
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.bench import Bench, WentWrong
 from attnfuzz.kernels.contract import Built, Inputs, Outputs

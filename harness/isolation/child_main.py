@@ -1,8 +1,8 @@
 """The child: runs one task after the other and announces its stage; a task may crash it.
 
-Started by path, with `python -P worker.py {spawn|template} SETTINGS`; standard library only until its first task. The template
-process imports what tasks need, runs none itself, and forks children on request: 20 ms instead of the seconds that importing
-torch takes. It must not have a CUDA context, which no fork survives.
+Started by path, with `python -P child_main.py {spawn|template} SETTINGS`; standard library only until its first task. The
+template process imports what tasks need, runs none itself, and forks children on request: 20 ms instead of the seconds that
+importing torch takes. It must not have a CUDA context, which no fork survives.
 """
 
 from __future__ import annotations

@@ -17,24 +17,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnfuzz.harness.campaign.compiles import KeyState
-from attnfuzz.harness.campaign.events import Event, Finding, Phase
+from attnfuzz.harness.campaign.context import worker_context
+from attnfuzz.harness.campaign.coverage import Phase
+from attnfuzz.harness.campaign.events import Event, Finding
+from attnfuzz.harness.campaign.executor import executor_of
 from attnfuzz.harness.campaign.far import far_context
-from attnfuzz.harness.campaign.link import Turn, TurnEnd
 from attnfuzz.harness.campaign.plan import KernelPlan, plan_of
 from attnfuzz.harness.campaign.rounds import Round
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.campaign.worker import Worker, executor_of, worker_context
+from attnfuzz.harness.campaign.worker import Worker
+from attnfuzz.harness.campaign.worker_link import Turn, TurnEnd
 from attnfuzz.harness.core.signals import interrupted_once
+from attnfuzz.harness.isolation.child_main import bind_to
 from attnfuzz.harness.isolation.kernel_ref import unpacked
-from attnfuzz.harness.isolation.memory import share_of_memory
+from attnfuzz.harness.isolation.memory_cap import share_of_memory
 from attnfuzz.harness.isolation.root import Root
-from attnfuzz.harness.isolation.worker import bind_to
 from attnfuzz.harness.judge.errormap import ErrorMaps
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.kernels.problem import BadArgument
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.strategies.case import Case
 
 __all__ = ["Answer", "Assignment", "Message", "main"]
@@ -76,7 +79,7 @@ class Answer:
 
 
 class _RemoteCampaign:
-    """The campaign, in the process that started this one (link.py): reports are gathered, questions wait for their answer."""
+    """The campaign, in the process that started this one (worker_link.py): reports are gathered, questions wait for an answer."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -8,8 +8,9 @@ from typing import Protocol
 
 from attnfuzz.harness.campaign.account import Times
 from attnfuzz.harness.campaign.compiles import KeyState
+from attnfuzz.harness.campaign.coverage import Phase
 from attnfuzz.harness.campaign.earlier import EarlierCase
-from attnfuzz.harness.campaign.events import Event, Finding, Phase
+from attnfuzz.harness.campaign.events import Event, Finding
 from attnfuzz.harness.campaign.rounds import Round
 from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.judge.failure import Identity
