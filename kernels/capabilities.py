@@ -54,7 +54,7 @@ class Deviations(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     normalised_p: bool = False
     """P is divided by the row sum so far before it is rounded to the input dtype."""
     half_partials: bool = False
-    """Partial dK, dV sums are rounded to the input dtype before they are added."""
+    """Partial sums of dK and dV are rounded to the input dtype before they are added; those of O: `half_partial_o`."""
     ds_from_rounded_p: bool = False
     """dS is made from P after its rounding to the input dtype, and rounded again."""
     half_scaled_k: bool = False
@@ -62,7 +62,7 @@ class Deviations(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     half_delta_products: bool = False
     """The products of dO and O are rounded to the input dtype before they are added to Delta."""
     half_partial_o: bool = False
-    """O of each split of the keys, a partial O, is rounded to the input dtype before the splits are combined in float32."""
+    """O of each split of the keys (split-K) is rounded to the input dtype before the splits are combined in float32."""
     half_split_lse: bool = False
     """LSE of each split of the keys is rounded to the input dtype before the splits are combined by it."""
     split_lse_weights: bool = False

@@ -19,10 +19,11 @@ from attnfuzz.strategies.draw import draw_values
 from attnfuzz.strategies.heads import heads
 from attnfuzz.strategies.kernel_limits import Room, shapes_in_room, within_limits
 from attnfuzz.strategies.layouts import layouts, of_pages
-from attnfuzz.strategies.lengths import batches, blocks_in_room, corners, fits, parts_of_keys, weighted, whole_blocks
+from attnfuzz.strategies.lengths import batches, blocks_in_room, corners, fits, parts_of_keys, whole_blocks
 from attnfuzz.strategies.modifiers import Blocks, Chosen, modifiers, windows
 from attnfuzz.strategies.recipes import recipes, scales
 from attnfuzz.strategies.variants import Variant, all_variants, one_variant
+from attnfuzz.strategies.weighted import weighted
 
 __all__ = ["Limits", "cases", "cases_by_compile_key"]
 
@@ -271,7 +272,7 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
     splits = not of_blocks and not can.shapes and variant.config.tile("split") > 1 and "block" in variant.config
     split = splits and draw(_SPLITS)
     room, kv_heads, pairs = draw(
-        _lengths(parts, variant, dense=packing == "dense", packed=packed, of_blocks=of_blocks, split=split)
+        _heads_and_lengths(parts, variant, dense=packing == "dense", packed=packed, of_blocks=of_blocks, split=split)
     )
     if page_size and can.unequal and not can.shapes and draw(_BOOLEANS):
         # Decoding: one or few queries against long keys.
@@ -309,7 +310,7 @@ def _cases(draw: st.DrawFn, parts: _Parts) -> Case:
 
 
 @st.composite
-def _lengths(
+def _heads_and_lengths(
     draw: st.DrawFn, parts: _Parts, variant: Variant, *, dense: bool, packed: bool, of_blocks: bool, split: bool
 ) -> tuple[Room, int, _Pairs]:
     """Draw the room for lengths, which has the heads, the key/value heads, and the lengths of each sequence."""

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from attnfuzz.kernels.contract import Capabilities
 from attnfuzz.strategies.kernel_limits import Room, narrowed
+from attnfuzz.strategies.weighted import weighted
 
 _T = TypeVar("_T")
 _Pair = tuple[int, int]
 
-__all__ = ["batches", "blocks_in_room", "corners", "edges", "fits", "fitted", "parts_of_keys", "weighted", "whole_blocks"]
+__all__ = ["batches", "blocks_in_room", "corners", "edges", "fits", "fitted", "parts_of_keys", "whole_blocks"]
 
 _PASSED = (0, 1, -1, 2)
 """Tokens by which a diagonal passes a corner of tiles."""
@@ -32,7 +33,7 @@ def edges(tile: int, longest: int) -> tuple[int, ...]:
     return tuple(sorted(n for n in lengths if 1 <= n <= longest))
 
 
-class _Lengths(NamedTuple):
+class _LengthLimits(NamedTuple):
     """The lengths that a kernel takes, and the tiles around which they are drawn."""
 
     unequal: bool
@@ -49,12 +50,12 @@ def batches(can: Capabilities, room: Room, *, dense: bool = False, packed: bool 
     Where q is `packed` with k, both have the same length in every sequence.
     """
     room = narrowed(room, can)
-    lengths = _Lengths(can.unequal and not packed, can.zero_q, can.zero_k, room.length, room.tile_m, room.tile_n)
+    lengths = _LengthLimits(can.unequal and not packed, can.zero_q, can.zero_k, room.length, room.tile_m, room.tile_n)
     return _batches(lengths, room, dense)
 
 
 @functools.lru_cache(_REMEMBERED)
-def _batches(lengths: _Lengths, room: Room, dense: bool) -> st.SearchStrategy[tuple[_Pair, ...]]:
+def _batches(lengths: _LengthLimits, room: Room, dense: bool) -> st.SearchStrategy[tuple[_Pair, ...]]:
     equal = not lengths.unequal
     if dense:
         # All of a dense batch is empty where one sequence is.
@@ -71,7 +72,7 @@ def _copied(pair: _Pair, copies: int, room: Room, equal: bool) -> tuple[_Pair, .
 
 
 @functools.lru_cache(_REMEMBERED)
-def _several(lengths: _Lengths, most: int) -> st.SearchStrategy[list[_Pair]]:
+def _several(lengths: _LengthLimits, most: int) -> st.SearchStrategy[list[_Pair]]:
     """Return a strategy of 1 to `most` sequences, of which mostly one at least has both queries and keys."""
     # A batch of only empty sequences shows little.
     pair = _pairs(lengths)
@@ -160,25 +161,16 @@ def _cost(room: Room, n_q: int, n_k: int) -> int:
     return _tiles(n_q, room.tile_m) * _tiles(n_k, room.tile_n)
 
 
-def weighted(*choices: tuple[int, st.SearchStrategy[_T]]) -> st.SearchStrategy[_T]:
-    """Return a strategy of `choices` in proportion to their weights, the first the simplest.
-
-    st.one_of flattens nested branches, so that a choice with many branches would be drawn more often.
-    """
-    strategies = [strategy for weight, strategy in choices for _ in range(weight)]
-    return st.integers(0, len(strategies) - 1).flatmap(strategies.__getitem__)
-
-
-def _lengths(tile: int, longest: int) -> st.SearchStrategy[int]:
+def _length(tile: int, longest: int) -> st.SearchStrategy[int]:
     near = [n * tile + d for n in (1, 2, 3) for d in (-1, 0, 1) if 1 <= n * tile + d <= longest] or [longest]
     around = st.sampled_from(near)
     return weighted((2, st.sampled_from(edges(tile, longest))), (4, around), (2, st.integers(1, longest)))
 
 
-def _solid(lengths: _Lengths) -> st.SearchStrategy[_Pair]:
+def _solid(lengths: _LengthLimits) -> st.SearchStrategy[_Pair]:
     """Return a strategy of (seqlen_q, seqlen_k), neither empty, by relation: equal, k longer, q longer, unrelated."""
     longest, tile = lengths.longest, lengths.tile_n
-    q, k = _lengths(lengths.tile_m, longest), _lengths(tile, longest)
+    q, k = _length(lengths.tile_m, longest), _length(tile, longest)
     by = weighted((2, st.sampled_from((1, 2, 3, 8, lengths.tile_m, tile - 1, tile, tile + 1))), (1, st.integers(1, longest)))
     equal = weighted((1, q), (1, k)).map(lambda n: (n, n))
     if not lengths.unequal:
@@ -188,9 +180,9 @@ def _solid(lengths: _Lengths) -> st.SearchStrategy[_Pair]:
     return weighted((1, equal), (1, k_longer), (1, q_longer), (1, st.tuples(q, k)))
 
 
-def _pairs(lengths: _Lengths) -> st.SearchStrategy[_Pair]:
+def _pairs(lengths: _LengthLimits) -> st.SearchStrategy[_Pair]:
     """Return a strategy of all sequences the kernel takes: both sides, queries without keys, keys without queries, neither."""
-    q, k = _lengths(lengths.tile_m, lengths.longest), _lengths(lengths.tile_n, lengths.longest)
+    q, k = _length(lengths.tile_m, lengths.longest), _length(lengths.tile_n, lengths.longest)
     choices = [(4, _solid(lengths))]
     if lengths.zero_k and lengths.unequal:
         choices.append((1, q.map(lambda n: (n, 0))))

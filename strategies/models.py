@@ -16,10 +16,11 @@ from attnfuzz.strategies.case import SINK_VALUES, Case
 from attnfuzz.strategies.cases import Limits
 from attnfuzz.strategies.kernel_limits import within_limits
 from attnfuzz.strategies.layouts import layouts
-from attnfuzz.strategies.lengths import batches, weighted
+from attnfuzz.strategies.lengths import batches
 from attnfuzz.strategies.modifiers import chosen
 from attnfuzz.strategies.recipes import recipes
 from attnfuzz.strategies.variants import Variant, one_variant
+from attnfuzz.strategies.weighted import weighted
 
 __all__ = ["MODELS", "Model", "left_out", "model_cases", "model_variants"]
 

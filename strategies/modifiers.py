@@ -53,7 +53,7 @@ from attnfuzz.kernels.expressions.tree import (
     where,
     whole,
 )
-from attnfuzz.strategies.lengths import weighted
+from attnfuzz.strategies.weighted import weighted
 
 __all__ = [
     "HIDING",

@@ -24,6 +24,7 @@ PACKAGES = (*("core", "judge", "trial", "isolation", "campaign", "report", "repr
 MOST_ENTRIES = {"harness": 14, "kernels": 17, "oracles": 12}
 FROM_KERNELS = {
     *(f"attnfuzz.kernels.{name}" for name in ("capabilities", "contract", "problem", "modified")),
+    "attnfuzz.kernels.errors",
     *(f"attnfuzz.kernels.expressions.{name}" for name in ("tree", "derivative", "evaluation", "named", "ranges")),
 }
 """All modules of the kernels that oracles and strategies may import: data, never a kernel."""

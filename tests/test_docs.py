@@ -131,7 +131,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_architecture_has_the_packages_in_their_order() -> None:
     text = ARCHITECTURE.read_text(encoding="utf-8")
     assert tuple(re.findall(r"^\| `harness/(\w+)/` \|", text, re.MULTILINE)) == PACKAGES
-    assert len(text.splitlines()) <= 92
+    assert len(text.splitlines()) <= 130
 
 
 @pytest.mark.parametrize("page", [ARCHITECTURE, CONTRIBUTING], ids=name_of)

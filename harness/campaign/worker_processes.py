@@ -1,4 +1,4 @@
-"""The workers of a campaign in processes of their own: started, answered, replaced where one dies, ended."""
+"""The workers of a campaign in processes of their own on this machine, and the servers by which they share its GPUs."""
 
 from __future__ import annotations
 

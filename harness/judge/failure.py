@@ -138,13 +138,13 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def identity(self) -> Identity:
         """Return what shrinking keeps: exceptions and crashes differ by message without digits, others by output and check."""
-        numeric = self.kind in _KNOWN_BY_CHECK
+        known_by_check = self.kind in _KNOWN_BY_CHECK
         return Identity(
             kernel=self.kernel,
             kind=self.kind,
             output=self.output,
             check=self.check,
-            message="" if numeric else normalised(self.message),
+            message="" if known_by_check else normalised(self.message),
         )
 
 

@@ -119,8 +119,8 @@ def _in_pieces(
         for kept, values in zip(whole, columns, strict=False):
             kept[piece] = values
         counts.append(_counted(*columns))
-    stacked = torch.stack(counts)
-    return tuple(whole), torch.cat([stacked[:, :3].sum(0), stacked[:, 3:].amax(0)]).tolist()
+    rows = torch.stack(counts)
+    return tuple(whole), torch.cat([rows[:, :3].sum(0), rows[:, 3:].amax(0)]).tolist()
 
 
 def _piece(budget: Budget, piece: slice) -> Budget:

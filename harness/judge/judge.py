@@ -1,4 +1,4 @@
-"""Outputs + reference + budgets -> Verdict: pass iff rd(ref - M) <= out <= rd(ref + M) for every element of every output.
+"""Outputs + reference + budgets -> Verdict: every element of every output is within its interval (intervals.py).
 
 The budget without ties is tried first, since it is never larger; equal values are counted only where it is exceeded. In addition,
 two statistics over a whole output find errors within every element's budget (oracles/budgets/aggregate.py). Gradients of captured

@@ -1,8 +1,8 @@
 """The pytest plugin: options, one GPU per xdist worker, and differential tests of kernels, sharded over workers.
 
-A kernel team gates its kernel with a test file of five lines:
+A kernel team gates its kernel with a test file of three lines:
 
-    from attnfuzz.harness.plugin import fuzz
+    from attnfuzz.harness import fuzz
     from mypackage.attention import KERNEL
 
     test_kernel = fuzz(KERNEL)
@@ -93,7 +93,7 @@ def fuzz(
         kernel: anything that fulfils `attnfuzz.kernels.contract.Kernel`.
         max_examples: distinct Cases over all shards, unless --attnfuzz-budget or --attnfuzz-max-examples say otherwise.
         shards: number of tests, so that xdist's workers share the work; by default one for each worker, of at least ten Cases
-            each, and at least two. The Cases are the same for any number of shards.
+            each, and at least two. Each number of shards draws Cases of its own.
         cases: earlier failures, as blobs (AF1-...) or paths of case files: each is its own test, run every time.
         seed: from which the Cases are drawn, the same ones in every session, unless --attnfuzz-seed says otherwise; by default
             each session draws a new one, and prints it.

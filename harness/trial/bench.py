@@ -60,7 +60,7 @@ def _as_failure(kernel: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """One Case's kernel on one device. A check (harness/trial/trial.py) uses it for one or more launches."""
+    """One Case's kernel on one device. A check (harness/trial/checks/) uses it for one or more launches."""
 
     case: Case
     kernel: Kernel
@@ -110,7 +110,7 @@ class Bench:
         return self.checked_launch(ready, inputs, fill=fill, bands=bands)
 
     def checked_launch(self, ready: Built, inputs: Inputs, *, fill: float = math.nan, bands: Bands | None = None) -> Outputs:
-        """Do the same, in a batch as well with where it wrote checked at once."""
+        """Launch, wait, and check where it wrote, which `launch` leaves for later in a batch; raises as it does."""
         with self.clock.stage("kernel"):
             rows = self.kernel.capabilities.slack_rows
             how: dict[str, Any] = {"fill": fill, "bands": bands, "wait": self.waits, "slack_rows": rows, "slack": self.slack}

@@ -25,7 +25,7 @@ from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import SINKS, Layout, Problem, strides_of
 from attnfuzz.strategies.case import Recipe, SinkValues
 
-__all__ = ["GAP", "captured_values", "materialise", "numbers_of"]
+__all__ = ["GAP", "materialise", "numbers_of"]
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _DOCUMENT = 48
@@ -155,11 +155,6 @@ class _Placer:
         steps = [row * math.prod(outer[axis + 1 :]) for axis in range(len(outer))]
         begins = accumulate(widths, initial=layout.offset)
         return [flat.as_strided(shape, (*steps, shape[-1], 1), begin) for shape, begin in zip(shapes, begins, strict=False)]
-
-
-def captured_values(problem: Problem, tensor: Captured, seed: int, device: str) -> torch.Tensor:
-    """Return the values of a captured tensor for `problem`; document ids of queries and keys are parts of one sequence."""
-    return _captured(problem, tensor, seed, Numbers(device))
 
 
 def _tensor(problem: Problem, tensor: Captured, recipe: Recipe, numbers: Numbers, placement: Placement) -> torch.Tensor:

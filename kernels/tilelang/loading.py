@@ -3,7 +3,7 @@
 TileLang 0.1.15 reserves a warpgroup for loading. One thread of its first warp issues the copies, but all four warps wait for each
 barrier that says a stage is free, and only the first has a part in what comes after: nothing keeps the other three within one
 phase of it. A wait is for a parity. A warp that is not run while two phases complete waits for a later one, then for one that
-never comes, and the block never ends (docs/kernels.md says where that was seen).
+never comes, and the block never ends (docs/tilelang-kernels.md says where that was seen).
 
 The guard is added behind TileLang's own pass, where the roles are explicit and the copies whole.
 """

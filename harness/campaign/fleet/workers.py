@@ -1,4 +1,4 @@
-"""The workers of a campaign on the nodes of a Ray cluster: started where there is room, answered, replaced where one dies.
+"""The workers of a campaign on the nodes of a Ray cluster, started where there is room.
 
 The campaign itself is in the process that was started by hand: one corpus, one journal of each worker, one stream of events. An
 actor or a node may go at any time; then its rounds are given out again, and its Cases in flight are tried first.

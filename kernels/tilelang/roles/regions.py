@@ -13,7 +13,6 @@ __all__ = ["Box", "Buffer", "Part", "covers", "overlap"]
 
 Box = tuple[tuple[int, int], ...]
 """[begin, end) along each axis."""
-ON_CHIP = ("shared", "shared.dyn", "shared.tmem")
 
 
 @dataclass(frozen=True, slots=True)

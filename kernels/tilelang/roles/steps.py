@@ -39,9 +39,6 @@ class Kind(enum.Enum):
     """Arrive at a named barrier without waiting."""
 
 
-SYNCHRONISING = frozenset(Kind) - {Kind.COMPUTE}
-
-
 @dataclass(frozen=True, slots=True)
 class Mbarrier:
     """One element of an array of mbarriers: the number of arrivals that complete its phase."""
