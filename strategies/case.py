@@ -273,9 +273,11 @@ def case_from_object(data: object) -> Case:
 def _schedule(data: dict[str, Any]) -> tuple[int, ...]:
     """Read the choices of a Case with the check protocol."""
     schedule: tuple[int, ...] = _part({"schedule": [], **data}, "schedule", tuple[int, ...])
-    if schedule and data.get("check") != "protocol":
+    if not schedule:
+        return ()
+    if data.get("check") != "protocol":
         raise BadCase(f"case.schedule={shown(schedule)}: only the check protocol has one; leave it out, or give check=protocol")
-    choices = schedule[1:] if -_LAST_ROLE <= min(schedule[:1], default=0) < 0 else schedule
+    choices = schedule[1:] if -_LAST_ROLE <= schedule[0] < 0 else schedule
     if len(schedule) > _MOST_CHOICES or not all(0 <= each <= _LARGEST_CHOICE for each in choices):
         raise BadCase(
             f"case.schedule={shown(schedule)}: not at most {_MOST_CHOICES} choices from 0 to {_LARGEST_CHOICE}, "

@@ -6,8 +6,10 @@ import os
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus
 from attnfuzz.harness.core.signals import ending
@@ -74,36 +76,23 @@ def _gated(
     entries = ledger.entries if ledger else ()
     in_force = ledger.in_force(today) if ledger else ()
     stored = _stored(plan, entries)
-    interrupted, described = False, {}
     gated, refused = _refused(gated, why, plan, base)
     done += refused
-    able = sum(why_not_on(each.kernel, plan.device) is None for each in gated)
-    if able:
-        backends = sorted({each.kernel.backend for each in gated})
-        base.preload(backends)
+    described: dict[str, Any] = {}
+    interrupted = False
+    if able := sum(why_not_on(each.kernel, plan.device) is None for each in gated):
+        base.preload(backends := sorted({each.kernel.backend for each in gated}))
         executor = Isolated(plan.device, backends=backends, deadline=plan.deadline, memory_check=plan.memory_check)
-        try:
+        with closing(executor):
             described = executor.describe()
             own = plan.shared(able)
-            runs = list[KernelGateRun]()
-            try:
-                for each in gated:
-                    runs.append(KernelGateRun(each, own, base, executor, stored, in_force, listener))
-                    runs[-1].run()
-                ending()
-            except KeyboardInterrupt:
-                ending()
-                interrupted = True
-                for run in runs[-1:]:
-                    run.skip_the_rest()
-            part = Part("load", "skipped", "not run: interrupted")
-            parts = [tuple(run.parts) for run in runs] + [(part,)] * (len(gated) - len(runs))
-            done += [
-                KernelGate(each.name, why[each.name] or "", of_it, *base.place(each))
-                for each, of_it in zip(gated, parts, strict=True)
-            ]
-        finally:
-            executor.close()
+            runs, interrupted = _run([KernelGateRun(each, own, base, executor, stored, in_force, listener) for each in gated])
+        not_run = Part("load", "skipped", "not run: interrupted")
+        parts = [*(tuple(run.parts) for run in runs), *[(not_run,)] * (len(gated) - len(runs))]
+        places = [base.place(each) for each in gated]
+        done += [
+            KernelGate(each.name, why[each.name] or "", of_it, *at) for each, of_it, at in zip(gated, parts, places, strict=True)
+        ]
     else:
         done += [_not_here(each, why[each.name] or "", plan, base) for each in gated]
     wrong, notes = spent(ledger, done, today) if ledger else ((), ())
@@ -120,6 +109,22 @@ def _gated(
         environment=described,
         interrupted=interrupted,
     )
+
+
+def _run(runs: Sequence[KernelGateRun]) -> tuple[Sequence[KernelGateRun], bool]:
+    """Run the gates of kernels one after the other; return those that began, and whether the user has interrupted them."""
+    begun: list[KernelGateRun] = []
+    try:
+        for each in runs:
+            begun.append(each)
+            each.run()
+        ending()
+    except KeyboardInterrupt:
+        ending()
+        for each in begun[-1:]:
+            each.skip_the_rest()
+        return begun, True
+    return begun, False
 
 
 def _ledger(plan: Plan, today: date) -> Ledger | None:
