@@ -11,6 +11,7 @@ import array
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import importlib
 import json
 import os
@@ -39,6 +40,10 @@ _PATIENCE = 5.0
 """Seconds that the template process waits for a child that was killed."""
 _MARK = "ATTNFUZZ_RUN"
 """As the reaper has it."""
+_OWNER = ".owner"
+"""As folders.py has it."""
+_LONGEST_ERROR = 4000
+"""Characters of an error of imports: a message has a limit."""
 _OF_A_TEMPLATE = {
     *(_MARK, "TMPDIR", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTEST_CURRENT_TEST"),
     *("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"),
@@ -146,7 +151,7 @@ def _template(settings: dict[str, Any]) -> None:
             if name:
                 getattr(imported, name)()
     except BaseException as raised:  # the child's own import fails in the same way, and is reported
-        error = f"{type(raised).__name__}: {raised}"
+        error = f"{type(raised).__name__}: {raised}"[:_LONGEST_ERROR]
     _answer(parent, {"ready": True, "error": error}, settings)
     _serve(parent, settings, variables)
 
@@ -275,14 +280,33 @@ def _mark_written(run: str) -> bool:
 
 
 def _end_alone(settings: dict[str, Any]) -> NoReturn:
-    """End, now that the parent is gone: its reaper kills this process, and finds through it what children left behind."""
+    """End, now that the parent is gone: its reaper kills this process, and finds through it what children left behind.
+
+    The parent may also live, and have given this process up: then nothing of its run is touched.
+    """
     time.sleep(_LINGER)
-    # No reaper is left.
     try:
-        reaper = importlib.import_module("attnfuzz.harness.isolation.reaper")
-        reaper.clear(settings["run"], settings["folder"], os.getpid())
+        if _is_gone(settings):
+            # No reaper is left.
+            reaper = importlib.import_module("attnfuzz.harness.isolation.reaper")
+            reaper.clear(settings["run"], settings["folder"], os.getpid())
     finally:
         os._exit(0)
+
+
+def _is_gone(settings: dict[str, Any]) -> bool:
+    """Whether the run of this template process has ended, and is to be cleared by it: it held a lock in its folder."""
+    if "folder" not in settings:
+        # It is part of another run.
+        return False
+    if settings["parent"] is not None:
+        return os.getppid() != int(settings["parent"])
+    try:
+        descriptor = os.open(f"{settings['folder']}/{_OWNER}", os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _forked(descriptors: list[int], template: int, shares: bool | None) -> None:
@@ -325,7 +349,7 @@ def _request(parent: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def _answer(parent: socket.socket, message: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Send an answer; the parent may have been killed since it asked."""
+    """Send an answer; the parent may have been killed since it asked, or have given this process up."""
     try:
         parent.send(json.dumps(message).encode())
     except OSError:

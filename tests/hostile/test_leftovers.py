@@ -19,6 +19,7 @@ from support.paths import TESTS
 from attnfuzz.harness.isolation import folders, reaper
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.outcomes import Reply, Task
+from attnfuzz.harness.isolation.root import LentTemplate, Root
 from attnfuzz.harness.isolation.supervisor import Supervisor
 
 ECHO = Task("support.tasks:echo", {}, {"kernel": 30.0, "start": 30.0})
@@ -164,6 +165,39 @@ def test_without_a_reaper_a_request_without_a_reader_of_its_answer_ends_the_rest
         parent.kill()
     wait_until(lambda: not list(reaper.marked(run)), 10)
     assert not Path(folder).exists()
+
+
+def test_a_template_process_that_was_given_up_touches_nothing_of_a_run_that_lives(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What forks it imports for longer than the run waits, which has started another by then."""
+    (place / "slow_import.py").write_text("import time\ntime.sleep(1.5)\n")
+    monkeypatch.syspath_prepend(str(place))
+    settle = LentTemplate.settle
+    monkeypatch.setattr(LentTemplate, "settle", lambda self, _: settle(self, 0.2))
+    lender = Forkserver(["slow_import"])
+    forkserver = Forkserver(["slow_import"], root=Root(lender.lend()))
+    supervisor = Supervisor(forkserver, memory=1 << 29)
+    try:
+        assert supervisor.run(ECHO) == Reply({})
+        # The late one comes, finds nobody, and lingers for a second.
+        end = time.monotonic() + 3.0
+        while time.monotonic() < end:
+            assert Path(forkserver.folder).exists()
+            time.sleep(0.05)
+        assert supervisor.run(ECHO) == Reply({})
+    finally:
+        supervisor.close()
+        lender.close()
+    assert [each.name for each in place.iterdir() if each.name != "__pycache__"] == ["slow_import.py"]
+
+
+def test_a_long_error_of_an_import_ends_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "fails_at_length.py").write_text("raise ValueError('x' * 400_000)\n")
+    monkeypatch.syspath_prepend(str(place))
+    supervisor = Supervisor(Forkserver(["fails_at_length"]), memory=1 << 29)
+    assert supervisor.run(ECHO) == Reply({})
+    supervisor.close()
 
 
 def test_the_next_run_clears_what_nobody_could(place: Path, begin: Begin) -> None:

@@ -429,7 +429,7 @@ def test_a_run_of_a_right_kernel_stays_green(happens: Callable[[int, list[int]],
     theirs = tree(run.pid)[1:]
     if workers == "2" and happens is kill_children:
         # The workers live; what they have started does not.
-        theirs = [each for each in theirs if b"campaign.process" not in Path(f"/proc/{each}/cmdline").read_bytes()]
+        theirs = [each for each in theirs if b"campaign.worker_main" not in Path(f"/proc/{each}/cmdline").read_bytes()]
     happens(run.pid, theirs)
     out, text = run.communicate(timeout=300)
     assert run.returncode == 0, text

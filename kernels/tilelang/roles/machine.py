@@ -130,7 +130,8 @@ class Machine:
         """
         held, choices, points = -1, tuple(schedule), 0
         if choices and choices[0] < 0:
-            held, choices = (-choices[0] - 1) % len(self.runners), choices[1:]
+            # A block without work has no roles.
+            held, choices = (-choices[0] - 1) % max(1, len(self.runners)), choices[1:]
         while options := self.options():
             options = [each for each in options if each.place >= 0 or each.role != held] or options
             choice = 0

@@ -16,6 +16,7 @@ from attnfuzz.kernels.support.protocol import ProtocolFault
 from attnfuzz.kernels.tilelang.roles import regions
 from attnfuzz.kernels.tilelang.roles.machine import Machine
 from attnfuzz.kernels.tilelang.roles.regions import Buffer
+from attnfuzz.kernels.tilelang.roles.state import Turn
 from attnfuzz.kernels.tilelang.roles.steps import BlockProgram, Kind, Mbarrier, Role, Step
 from attnfuzz.kernels.tilelang.roles.trying import first_fault, schedules
 
@@ -47,6 +48,34 @@ def test_the_right_pipeline_is_clean() -> None:
     block = program()
     points = {Machine(block).run(schedule) for schedule in schedules(block, 100, 0)}
     assert max(points) > 20
+
+
+def turns(block: BlockProgram, schedule: tuple[int, ...]) -> list[Turn]:
+    machine = Machine(block)
+    machine.run(schedule)
+    return machine.taken
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_a_role_that_is_held_back_goes_on_only_where_nothing_else_can(held: int) -> None:
+    block = program()
+    machine, by_hand = Machine(block), list[Turn]()
+    while options := machine.options():
+        # Its copies and products are none of its turns: they may finish.
+        by_hand.append(next((each for each in options if each.place >= 0 or each.role != held), options[0]))
+        machine.take(by_hand[-1])
+    assert turns(block, (-held - 1,)) == turns(block, (-held - 1 - 10 * len(block.roles),)) == by_hand
+    assert by_hand != turns(block, ())
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_the_number_of_a_role_that_is_held_back_is_no_choice(held: int) -> None:
+    block = program()
+    assert turns(block, (-held - 1,)) == turns(block, (-held - 1, 0, 0))
+
+
+def test_a_block_without_roles_has_none_to_hold_back() -> None:
+    assert Machine(BlockProgram("empty", (0, 0, 0), (), (), (), {}, frozenset())).run((-3, 1)) == 0
 
 
 @pytest.mark.parametrize("name", FAULTS)
