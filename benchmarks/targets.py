@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -92,7 +93,9 @@ def campaign(
         figures = {"wall": run.wall, "first": run.first, "busy": run.busy, "peak": run.peak, "judged": run.judged}
         (KEPT / f"run-{number}.json").write_text(json.dumps({**figures, "result": run.result}), encoding="utf-8")
     if (shared := run.result.get("shared_gpu")) is not None:
-        say(SharedGpu(**shared).describe())
+        say(msgspec.convert(shared, SharedGpu).describe())
+    for each in run.result["failures"]:
+        say(f"failure: {json.dumps(each)[:300]}")
     return run
 
 
@@ -106,13 +109,16 @@ def cold_node(device: Device) -> Iterable[Row]:
     run = campaign(device, 120.0)
     yield Row("cold", "seconds until the end", run.wall, most=135)
     yield Row("cold", "kernels without a Case", sum(not each["cases"] for each in run.result["kernels"]), most=0)
+    yield Row("cold", "failures", len(run.result["failures"]), most=0)
     yield Row("cold", "Cases", run.total("cases"), least=20_000)
     yield Row("cold", "GPU busy %", run.busy, least=80)
 
 
 def warm_node(device: Device) -> Iterable[Row]:
     """All kernels once more, 120 s."""
-    yield Row("warm", "Cases", campaign(device, 120.0).total("cases"), least=60_000)
+    run = campaign(device, 120.0)
+    yield Row("warm", "failures", len(run.result["failures"]), most=0)
+    yield Row("warm", "Cases", run.total("cases"), least=60_000)
 
 
 @contextlib.contextmanager
@@ -161,6 +167,7 @@ def varlen(device: Device) -> Iterable[Row]:
     compiled(device)
     with one_gpu():
         run = campaign(device, 120.0, KERNELS[device])
+    yield Row("varlen", "failures", len(run.result["failures"]), most=0)
     yield Row("varlen", "Cases a second from the first Verdict on", rate(run), least=1500)
     # Without the workers' start and most of the loads of compiled code.
     yield Row("varlen", "Cases a second in the second half", run.later_rate(), least=1500)
@@ -179,7 +186,7 @@ def peers(device: Device) -> Iterable[Row]:
 def suite(_: Device) -> Iterable[Row]:
     """The tests of this repository, with as many processes as cores and with three quarters of them."""
     cores = len(os.sched_getaffinity(0))
-    for processes in (str(cores), str(max(1, 3 * cores // 4))):
+    for processes in dict.fromkeys((str(cores), str(max(1, 3 * cores // 4)))):
         start = time.monotonic()
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", processes]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -218,6 +225,7 @@ def cold_cpu(device: Device) -> Iterable[Row]:
     run = campaign(device, 140.0)
     yield Row("cold", "seconds until the end", run.wall, most=150)
     yield Row("cold", "seconds until the first Verdict", run.first, most=60)
+    yield Row("cold", "failures", len(run.result["failures"]), most=0)
     yield Row("cold", "Cases", run.total("cases"), least=1500)
 
 

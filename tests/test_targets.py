@@ -76,7 +76,7 @@ def test_more_options_are_of_the_runs_that_are_measured_alone_and_each_in_turn(
         seen.append((plan.seconds, plan.more))
         row = {"cases": 6000 * len(seen), "compiles": 1, "unreached": int(len(seen) == 1)}
         judged = tuple((2.0 + at, 100 * len(seen) * at**2) for at in range(11))
-        return targets.Finished({"kernels": [row] * len(kernels)}, first=2.0, wall=12.0, judged=judged)
+        return targets.Finished({"kernels": [row] * len(kernels), "failures": []}, first=2.0, wall=12.0, judged=judged)
 
     monkeypatch.setattr(targets, "run_command", run_command)
     monkeypatch.setattr(targets, "COMPILED_ALL", set())
@@ -97,7 +97,7 @@ def runs_of(targets: ModuleType, monkeypatch: pytest.MonkeyPatch, *left: int) ->
     def run_command(_: Any, kernels: tuple[str, ...], *__: Any, **___: Any) -> Any:
         seen.append(kernels)
         unreached = left[len(seen) - 1] if len(seen) <= len(left) else 0
-        return targets.Finished({"kernels": [{"cases": 1, "unreached": unreached}]}, first=2.0, wall=12.0)
+        return targets.Finished({"kernels": [{"cases": 1, "unreached": unreached}], "failures": []}, first=2.0, wall=12.0)
 
     monkeypatch.setattr(targets, "run_command", run_command)
     monkeypatch.setattr(targets, "COMPILED_ALL", set())
@@ -147,7 +147,7 @@ def test_the_ragged_kernels_have_one_gpu_and_its_cores(targets: ModuleType, monk
 
     def run_command(*_: Any, **__: Any) -> Any:
         chosen.append((os.environ.get("CUDA_VISIBLE_DEVICES"), len(os.sched_getaffinity(0))))
-        return targets.Finished({"kernels": [{"cases": 1, "unreached": 0}]}, first=2.0, wall=12.0)
+        return targets.Finished({"kernels": [{"cases": 1, "unreached": 0}], "failures": []}, first=2.0, wall=12.0)
 
     before, cores = "GPU-a,GPU-b", os.sched_getaffinity(0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
@@ -163,7 +163,7 @@ def test_the_ragged_kernels_have_one_gpu_and_its_cores(targets: ModuleType, monk
 def test_how_long_workers_shared_the_gpu_is_said(
     shared: dict[str, Any] | None, targets: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    done = targets.Finished({"kernels": [], "shared_gpu": shared}, first=2.0, wall=12.0)
+    done = targets.Finished({"kernels": [], "failures": [], "shared_gpu": shared}, first=2.0, wall=12.0)
     monkeypatch.setattr(targets, "run_command", lambda *_, **__: done)
     targets.campaign("cpu", 1.0)
     assert ("34.2 s" in (said := capfd.readouterr().err) and "hang in stage judge" in said) == (shared is not None)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from attnfuzz.harness.campaign.compiles import CompileService, KeyState, Wanted
 from attnfuzz.harness.campaign.context import CampaignContext
+from attnfuzz.harness.campaign.corpus import repro_line
 from attnfuzz.harness.campaign.coverage import Phase
 from attnfuzz.harness.campaign.events import (
     CampaignFinished,
@@ -43,7 +44,7 @@ _LONGEST: dict[Device, float] = {"cpu": 10.0, "cuda": 60.0}
 _PARTS = 2
 """Turns in which a kernel has its share."""
 _WAIT = 0.05
-_ENDS_SHARING = ("crash", "hang", "illegal-access", "exception")
+_ENDS_SHARING = ("crash", "hang", "illegal-access")
 """Kinds of failures that may end the sharing of a GPU."""
 _MANY = 4
 """Workers at work for each kernel from which they stay with it: kernels then have the same time within a fourth."""
@@ -295,23 +296,25 @@ class Coordinator:
             lost=lost,
             not_kept=not_kept,
             seed=self.context.settings.seed,
-            shared_gpu=shared and dataclasses.replace(shared, cases=self._unexplained(shared, summaries)),
+            shared_gpu=shared and self._with_unexplained(shared, summaries),
         )
         self.context.listener(finished)
         return finished
 
-    def _unexplained(self, shared: SharedGpu, summaries: Sequence[KernelSummary]) -> tuple[str, ...]:
-        """Write the Cases whose process ended sharing, where their kernel has no failure that does so; return the files."""
-        if (corpus := self.context.corpus) is None or shared.reason is None:
-            return ()
+    def _with_unexplained(self, shared: SharedGpu, summaries: Sequence[KernelSummary]) -> SharedGpu:
+        """Write the Cases whose process ended sharing, where their kernel has no failure that does so, and name them."""
+        if (corpus := self.context.corpus) is None:
+            return shared
         findings = [each for summary in summaries for each in (*summary.findings, *summary.elsewhere)]
-        known, written = {each.case.kernel for each in findings if each.identity.kind in _ENDS_SHARING}, list[str]()
+        known, written = {each.case.kernel for each in findings if each.identity.kind in _ENDS_SHARING}, list[tuple[str, str]]()
         for case in self.ended_sharing():
             if case.kernel not in known:
                 # A full disk: the reason says what they had in common.
                 with contextlib.suppress(OSError):
-                    written.append(str(corpus.write_unexplained(case)))
-        return tuple(written)
+                    path = str(corpus.write_unexplained(case))
+                    written.append((path, repro_line(path, case.kernel)))
+        repro = written[0][1] if written else ""
+        return dataclasses.replace(shared, cases=tuple(path for path, _ in written), repro=repro)
 
     def _compiled(self, wanted: Wanted, done: Compiled) -> None:
         if done.error is not None:

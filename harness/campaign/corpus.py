@@ -27,6 +27,7 @@ from attnfuzz.kernels.support.file_target import as_options, file_target, is_rea
 from attnfuzz.strategies.case import BadCase, Case, case_from_object
 
 __all__ = [
+    "UNEXPLAINED",
     "CaseFile",
     "Corpus",
     "StoredFinding",
@@ -44,6 +45,8 @@ _MOST_RUNS = 1000
 _LARGEST = 64 << 20
 """Bytes of a case file: a batch of a million sequences has a few."""
 _REMEDY = "give a file that `attnfuzz run` wrote"
+UNEXPLAINED = "unexplained"
+"""Folder of Cases whose process ended for a reason that is not known."""
 _MOST_NAME = 80
 """Letters of a kernel's or a check's name in the name of a file, which may have 255."""
 
@@ -262,8 +265,10 @@ class Corpus:
 
     def write_unexplained(self, case: Case) -> Path:
         """Write a Case whose process ended for a reason that is not known, to `DIR/unexplained`; returns its path."""
-        path = self.folder.parent / "unexplained" / f"{_slug(case.kernel)}-{case.id}.json"
-        write_whole(path, dumps(case.to_object()) + "\n")
+        path = self.folder.parent / UNEXPLAINED / f"{_slug(case.kernel)}-{case.id}.json"
+        origin = registry.origin(case.kernel)
+        known = StoredFinding(target=origin.target if origin else None).to_object()
+        write_whole(path, dumps({**case.to_object(), **({"found": known} if known else {})}) + "\n")
         return path
 
     def remove(self, path: Path) -> None:

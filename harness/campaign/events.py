@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -274,13 +273,15 @@ class KernelFinished:
 class SharedGpu:
     """How long the workers shared GPUs by CUDA's MPS, where they were to. `reason`: why no longer; None: they did to the end.
 
-    `seconds`: from the start of the server; None: they never did. `cases`: files of the Cases whose process
-    ended sharing, where no crash or hang of their kernel was found: alone they did not fail like that.
+    `seconds`: from the start of the server; None: they never did. `cases`: files of the Cases whose process ended sharing, where
+    no crash, hang or illegal access of their kernel was found: alone they did not fail like that.
     """
 
     seconds: float | None
     reason: str | None = None
     cases: tuple[str, ...] = ()
+    repro: str = ""
+    """The command that runs the first of them again."""
 
     def describe(self) -> str:
         """Return it in words."""
@@ -291,7 +292,7 @@ class SharedGpu:
         if not self.cases:
             return text
         count = f"{len(self.cases)} Case{'s' * (len(self.cases) > 1)}"
-        return f"{text}; alone no crash or hang was seen of its {count}: attnfuzz repro {shlex.quote(self.cases[0])} --repeat 100"
+        return f"{text}; alone, no crash or hang was seen of the {count} whose process ended that: {self.repro} --repeat 100"
 
 
 @dataclass(frozen=True, slots=True)

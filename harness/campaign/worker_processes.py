@@ -32,7 +32,7 @@ from attnfuzz.harness.isolation.root import Root
 from attnfuzz.harness.isolation.sharing import NotShared, Sharing
 from attnfuzz.harness.isolation.tasks import preloads
 from attnfuzz.kernels.contract import Kernel
-from attnfuzz.strategies.case import Case, case_from_json
+from attnfuzz.strategies.case import BadCase, Case, case_from_json
 
 __all__ = ["WorkerProcesses", "start_process"]
 
@@ -174,9 +174,14 @@ class WorkerProcesses(WorkerGroup):
         return replace(least, reason=f"{least.reason} ({gpu if gpu.startswith('GPU-') else f'GPU {gpu}'})")
 
     def ended_sharing(self) -> tuple[Case, ...]:
-        """Return the Cases whose process ended the sharing of a GPU."""
-        ends = [server.ended() for server in self._sharing if isinstance(server, Sharing)]
-        return tuple(case_from_json(text) for end in ends if end is not None for text in end.cases)
+        """Return the Cases whose process ended the sharing of a GPU before the time of the campaign was over."""
+        servers = [each for each in self._sharing if isinstance(each, Sharing) and self._shared(each).reason is not None]
+        cases: list[Case] = []
+        for text in (text for server in servers if (end := server.ended()) is not None for text in end.cases):
+            # A kernel's process can write there as well.
+            with contextlib.suppress(BadCase):
+                cases.append(case_from_json(text))
+        return tuple(cases)
 
     def _shared(self, server: Sharing | NotShared) -> SharedGpu:
         if isinstance(server, NotShared):

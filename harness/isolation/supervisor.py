@@ -276,7 +276,7 @@ class Supervisor:
             if message.get("task") != running.number:
                 return None
             if child.shares and message.get("lost"):
-                self._forkserver.end_sharing("the GPU no longer worked for a process")
+                self._forkserver.end_sharing("the GPU no longer worked for a process", running.task)
                 self._children.discard(child)
                 raise _SharedError
             outcome = _read(message)

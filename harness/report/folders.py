@@ -6,13 +6,13 @@ All of it is read and checked before anything is written, so that a broken file 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from attnfuzz.harness.campaign.corpus import CaseFile, content_of, quoted, read_case
+from attnfuzz.harness.campaign.corpus import UNEXPLAINED, CaseFile, content_of, quoted, read_case
 from attnfuzz.harness.campaign.coverage import Worst
 from attnfuzz.harness.campaign.events import CampaignFinished, Finding, KernelBroke, KernelSkipped, KernelSummary
 from attnfuzz.harness.campaign.journal import copy_left_behind
@@ -64,6 +64,8 @@ def merge_folders(out: Path, folders: Sequence[Path]) -> MergedFolders:
         BadArgument: a folder has no run, or a file in it is broken.
         OSError: something cannot be written.
     """
+    if out.exists() and not out.is_dir():
+        raise reject("merge", str(out), "OUT is a file", "give a folder, which is made where there is none")
     for each in folders:
         if each.resolve() == out.resolve():
             raise reject("merge", str(each), "it is OUT as well", "give another folder for the result")
@@ -77,6 +79,7 @@ def merge_folders(out: Path, folders: Sequence[Path]) -> MergedFolders:
     for each in folders:
         left_out += _copy_maps(each, out)
         in_flight += len(copy_left_behind(each, out, leave_out))
+        _copy_unexplained(each, out, leave_out)
     latest = _distinct(run for each in sources for run in each.latest)
     session = hashlib.sha256(" ".join(run.stamp for run in latest).encode()).hexdigest()[:16]
     for run in _distinct(run for each in sources for run in each.runs):
@@ -144,6 +147,15 @@ def _keep_cases(out: Path, stored: Sequence[CaseFile]) -> dict[str, Path]:
 
 def _order(stored: CaseFile) -> tuple[bool, tuple[float, ...], str]:
     return stored.finding.minimal is not True, size_of(stored.case), stored.case.canonical()
+
+
+def _copy_unexplained(source: Path, out: Path, leave_out: Callable[[Path, str], None]) -> None:
+    for path in sorted((source / UNEXPLAINED).glob("*.json")):
+        try:
+            read_case(path)
+            write_whole(out / UNEXPLAINED / path.name, path.read_bytes())
+        except BadCase as error:
+            leave_out(path, str(error))
 
 
 def _copy_maps(source: Path, out: Path) -> list[str]:

@@ -21,14 +21,18 @@ from support.mps import DIES_WHERE_SHARED, QUIT, START, FakeServer
 from attnfuzz.harness.audit.selftest import faults as selftest
 from attnfuzz.harness.campaign import worker_processes
 from attnfuzz.harness.campaign.context import CampaignContext
-from attnfuzz.harness.campaign.corpus import read_case
-from attnfuzz.harness.campaign.events import CampaignFinished, Event, SharedGpu, TrialFinished
+from attnfuzz.harness.campaign.coordinator import Coordinator
+from attnfuzz.harness.campaign.corpus import Corpus, read_case
+from attnfuzz.harness.campaign.events import CampaignFinished, Event, Finding, SharedGpu, TrialFinished
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.cli.main import main
 from attnfuzz.harness.isolation import reaper, sharing
 from attnfuzz.harness.isolation.sharing import Sharing
+from attnfuzz.harness.judge.failure import Identity
+from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels.contract import Built, Config, Device
 from attnfuzz.kernels.problem import Problem
+from attnfuzz.strategies.case import Case
 
 _several_on_a_gpu = worker_processes.WorkerProcesses._several_on_a_gpu
 
@@ -105,10 +109,58 @@ def test_a_crash_that_does_not_show_again_leaves_its_cases(server: FakeServer, t
     kept = [read_case(Path(each)).case for each in found.cases]
     assert all(Path(each).parent == tmp_path / "out" / "unexplained" for each in found.cases)
     assert {each.id for each in kept} <= set(tried(events))
-    assert f"alone no crash or hang was seen of its {len(kept)} Case" in found.describe()
-    again = CliRunner().invoke(main, ["repro", "--kernel", "support.mps:DIES_WHERE_SHARED", "--device", "cpu", found.cases[0]])
-    assert again.exit_code == 0, again.output
+    assert f"no crash or hang was seen of the {len(kept)} Case" in found.describe()
+    assert found.describe().endswith(f"attnfuzz repro {found.cases[0]} --repeat 100"), "as it is the kernel of an object"
     assert server.calls == [START, QUIT]
+
+
+SMALL = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=16, dim_v=16)
+KNOWN = [
+    *((kind, "mine", True) for kind in ("crash", "hang", "illegal-access")),
+    *((kind, "mine", False) for kind in ("mismatch", "exception")),
+    ("crash", "other", False),
+]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "in another shard"])
+@pytest.mark.parametrize(("kind", "of", "explains"), KNOWN)
+def test_what_explains_the_end_of_sharing(kind: Any, of: str, explains: bool, elsewhere: bool, tmp_path: Path) -> None:
+    finding = Finding(
+        Identity(kernel=of, kind=kind, output=None, check="forward"), Case(kernel=of, problem=SMALL), Verdict(status="fail")
+    )
+    summary = SimpleNamespace(findings=() if elsewhere else (finding,), elsewhere=(finding,) if elsewhere else ())
+    coordinator = Coordinator.__new__(Coordinator)
+    coordinator.context = CampaignContext(Settings("cpu"), corpus=Corpus(tmp_path))
+    coordinator.ended_sharing = lambda: (Case(kernel="mine", problem=SMALL),)
+    found = coordinator._with_unexplained(SharedGpu(1.0, "hang"), [summary])  # type: ignore[list-item]
+    assert bool(found.cases) is not explains
+    assert len(list(tmp_path.glob("unexplained/*.json"))) == len(found.cases)
+
+
+def test_a_disk_that_is_full_costs_the_unexplained_cases_only(tmp_path: Path) -> None:
+    (tmp_path / "unexplained").write_text("no folder")
+    coordinator = Coordinator.__new__(Coordinator)
+    coordinator.context = CampaignContext(Settings("cpu"), corpus=Corpus(tmp_path))
+    coordinator.ended_sharing = lambda: (
+        Case(kernel="mine", problem=Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=16, dim_v=16)),
+    )
+    assert coordinator._with_unexplained(SharedGpu(1.0, "hang"), []).cases == ()
+
+
+@pytest.mark.parametrize("left", [60.0, 0.0])
+def test_cases_of_an_end_with_a_reason_are_those_that_can_be_read(left: float, tmp_path: Path) -> None:
+    case = Case(kernel="mine", problem=SMALL)
+    group = processes_of(tmp_path, time.monotonic() + left)
+    assert group.ended_sharing() == ()
+    group._sharing[0].end("hang", ["junk", case.canonical(), "{}"])
+    assert group.ended_sharing() == ((case,) if left else ())
+
+
+def processes_of(folder: Path, end: float) -> worker_processes.WorkerProcesses:
+    group = worker_processes.WorkerProcesses.__new__(worker_processes.WorkerProcesses)
+    group._context, group._began = CampaignContext(Settings("cpu"), end=end), time.monotonic() - 5
+    group._sharing, group._gpus = [Sharing(folder)], []
+    return group
 
 
 def test_tasks_that_the_end_of_the_budget_ends_are_no_reason(server: FakeServer) -> None:

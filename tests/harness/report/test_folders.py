@@ -196,3 +196,22 @@ def test_bad_input_ends_with_2_and_changes_nothing(what: str) -> None:
     assert message in done.stderr
     assert "Traceback" not in done.output
     assert snapshot("all") == before
+
+
+def test_unexplained_cases_are_copied_and_a_broken_one_is_left_out() -> None:
+    written(Path("part-1"), record())
+    written(Path("part-2"), record(stamp="20260101T000000Z-2-b"))
+    case = Case(kernel="mine", problem=Problem(seqlens_q=(1,), seqlens_k=(2,), dim_qk=16, dim_v=16))
+    path = Corpus("part-2").write_unexplained(case)
+    (path.parent / "mine-broken.json").write_text("{")
+    result = merged("all", "part-1", "part-2", code=0)
+    assert [read_case(each).case for each in Path("all/unexplained").iterdir()] == [case]
+    assert any("mine-broken.json" in each for each in result["left_out"])
+
+
+def test_a_file_in_place_of_the_result_is_refused() -> None:
+    written(Path("part-1"), record())
+    Path("all").write_text("")
+    done = attnfuzz("merge", "all", "part-1")
+    assert done.exit_code == 2
+    assert "merge='all': OUT is a file; give a folder" in done.output
