@@ -30,4 +30,4 @@ def _schedules(draw: st.DrawFn) -> tuple[int, ...]:
 
 
 SCHEDULES = _schedules()
-"""Short ones first, half of them with a role that is held back; choices count modulo the options that there are."""
+"""Short ones first, about half of them with a role that is held back; choices count modulo the options that there are."""
