@@ -274,7 +274,7 @@ class SharedGpu:
     """How long the workers shared GPUs by CUDA's MPS, where they were to. `reason`: why no longer; None: they did to the end.
 
     `seconds`: from the start of the server; None: they never did. `cases`: files of the Cases whose process ended sharing, where
-    no crash, hang or illegal access of their kernel was found: alone they did not fail like that.
+    no crash, hang or illegal access of their kernel was found.
     """
 
     seconds: float | None
@@ -292,7 +292,7 @@ class SharedGpu:
         if not self.cases:
             return text
         count = f"{len(self.cases)} Case{'s' * (len(self.cases) > 1)}"
-        return f"{text}; alone, no crash or hang was seen of the {count} whose process ended that: {self.repro} --repeat 100"
+        return f"{text}; no crash, hang or illegal access of its kernel was found ({count}): {self.repro} --repeat 100"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import array
 import contextlib
 import ctypes
 import faulthandler
-import fcntl
 import importlib
 import json
 import os
@@ -40,8 +39,6 @@ _PATIENCE = 5.0
 """Seconds that the template process waits for a child that was killed."""
 _MARK = "ATTNFUZZ_RUN"
 """As the reaper has it."""
-_OWNER = ".owner"
-"""As folders.py has it."""
 _LONGEST_ERROR = 4000
 """Characters of an error of imports: a message has a limit."""
 _OF_A_TEMPLATE = {
@@ -285,28 +282,16 @@ def _end_alone(settings: dict[str, Any]) -> NoReturn:
     The parent may also live, and have given this process up: then nothing of its run is touched.
     """
     time.sleep(_LINGER)
+    # No reaper is left.
     try:
-        if _is_gone(settings):
-            # No reaper is left.
+        if settings["parent"] is None:
+            importlib.import_module("attnfuzz.harness.isolation.folders").clear_if_gone(settings["folder"], os.getpid())
+        elif os.getppid() != settings["parent"] and "folder" in settings:
+            # Without a folder it is part of another run.
             reaper = importlib.import_module("attnfuzz.harness.isolation.reaper")
             reaper.clear(settings["run"], settings["folder"], os.getpid())
     finally:
         os._exit(0)
-
-
-def _is_gone(settings: dict[str, Any]) -> bool:
-    """Whether the run of this template process has ended, and is to be cleared by it: it held a lock in its folder."""
-    if "folder" not in settings:
-        # It is part of another run.
-        return False
-    if settings["parent"] is not None:
-        return os.getppid() != int(settings["parent"])
-    try:
-        descriptor = os.open(f"{settings['folder']}/{_OWNER}", os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _forked(descriptors: list[int], template: int, shares: bool | None) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from attnfuzz.harness.isolation import reaper
 
-__all__ = ["clear_left_behind", "folder_of", "make_folder"]
+__all__ = ["clear_if_gone", "clear_left_behind", "folder_of", "make_folder"]
 
 _PREFIX, _OWNER = "attnfuzz-", ".owner"
 _LONGEST = 64
@@ -46,19 +46,23 @@ def clear_left_behind() -> int:
     for each in names:
         with contextlib.suppress(OSError):
             if each.is_dir(follow_symlinks=False) and each.stat(follow_symlinks=False).st_uid == os.getuid():
-                count += _cleared(Path(each.path))
+                count += clear_if_gone(each.path)
     return count
 
 
-def _cleared(folder: Path) -> bool:
-    """Whether the folder is of a run that is gone, and has been removed."""
-    descriptor = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+def clear_if_gone(folder: str, keep: int = 0) -> bool:
+    """Clear a run that is gone, except for the process `keep`; returns whether it was.
+
+    Raises:
+        OSError: the folder has no file with a lock, or the run holds it.
+    """
+    descriptor = os.open(f"{folder}/{_OWNER}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         run = os.read(descriptor, _LONGEST).decode("ascii", "replace")
         if not run.isalnum():
             return False
-        reaper.clear(run, str(folder))
+        reaper.clear(run, folder, keep)
         return True
     finally:
         os.close(descriptor)

@@ -153,7 +153,7 @@ def _copy_unexplained(source: Path, out: Path, leave_out: Callable[[Path, str], 
     for path in sorted((source / UNEXPLAINED).glob("*.json")):
         try:
             read_case(path)
-            write_whole(out / UNEXPLAINED / path.name, path.read_bytes())
+            write_whole(out / UNEXPLAINED / path.name, content_of(path))
         except BadCase as error:
             leave_out(path, str(error))
 
