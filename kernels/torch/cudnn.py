@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from attnfuzz.kernels.contract import Capabilities, Deviations
+from attnfuzz.kernels.support.installed_torch import built_with, cudnn_version, has_cudnn
 from attnfuzz.kernels.torch.ops import Op, Part, Peer, Step, missing_op, without_keys
 
 if TYPE_CHECKING:
@@ -125,12 +126,11 @@ class _Ragged(Step):
 
 
 def _without_cudnn(ops: tuple[Op, ...]) -> str | None:
-    import torch
-
     if reason := missing_op(ops):
         return reason
-    if torch.version.cuda is not None and not torch.backends.cudnn.is_available():
-        return f"torch {torch.__version__} finds no cuDNN: install the nvidia-cudnn package that it was built for"
+    version, cuda = built_with()
+    if cuda is not None and not has_cudnn():
+        return f"torch {version} finds no cuDNN: install the nvidia-cudnn package that it was built for"
     return None
 
 
@@ -138,11 +138,7 @@ def _too_wide(problem: Problem) -> str | None:
     """Why an older cuDNN does not take dims beyond 128, or None."""
     if max(problem.dim_qk, problem.dim_v) <= 128:
         return None
-    version = None
-    if importlib.util.find_spec("torch") is not None:
-        import torch
-
-        version = torch.backends.cudnn.version()
+    version = None if importlib.util.find_spec("torch") is None else cudnn_version()
     if version is not None and version >= _LONG_ROWS:
         return None
     return f"dim_qk, dim_v={(problem.dim_qk, problem.dim_v)}: cuDNN {_LONG_ROWS} or newer takes them, here is {version or 'none'}"

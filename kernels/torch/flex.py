@@ -13,7 +13,6 @@ Layouts other than contiguous would work, but each needs another compile: they a
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnfuzz.kernels.contract import BuildError, Built, Capabilities, Config, Device, Inputs
 from attnfuzz.kernels.modified import shape_of, tensors_of
 from attnfuzz.kernels.problem import OUTPUT_NAMES, Problem
+from attnfuzz.kernels.support.installed_torch import built_with, has_name, parameters
 from attnfuzz.kernels.torch.ops import Part, Peer, Step
 
 if TYPE_CHECKING:
@@ -281,17 +281,13 @@ def _with_lse(q: Any, k: Any, v: Any, score_mod: Any, block_mask: Any, scale: fl
 
 def missing() -> str | None:
     """Why this torch lacks what the adapter calls, or None."""
-    import torch
-
-    if not hasattr(torch, "AcceleratorError"):
-        return f"torch {torch.__version__} is too old for this adapter: install torch 2.11 or newer"
-    try:
-        from torch.nn.attention.flex_attention import flex_attention
-    except ImportError as error:
-        return f"torch {torch.__version__} has no torch.nn.attention.flex_attention ({error}): install torch 2.11 or newer"
-    parameters = inspect.signature(flex_attention).parameters
-    if not {"return_aux", "return_lse"} & set(parameters):
-        return f"flex_attention of torch {torch.__version__} returns no LSE: install torch 2.11 or newer"
+    version = built_with()[0]
+    if not has_name("torch", "AcceleratorError"):
+        return f"torch {version} is too old for this adapter: install torch 2.11 or newer"
+    if (of := parameters("torch.nn.attention.flex_attention", "flex_attention")) is None:
+        return f"torch {version} has no torch.nn.attention.flex_attention: install torch 2.11 or newer"
+    if not {"return_aux", "return_lse"} & of:
+        return f"flex_attention of torch {version} returns no LSE: install torch 2.11 or newer"
     # Not imported: that would fix Triton's mode for this process.
     if importlib.util.find_spec("triton") is None:
         return "triton, with which torch.compile makes kernels, is not installed: pip install triton"

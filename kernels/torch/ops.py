@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnfuzz.kernels.contract import Built, Capabilities, Config, Device, Inputs, why_unsupported
 from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.kernels.support.installed_torch import built_with, sees_cuda
+from attnfuzz.kernels.support.installed_torch import built_with, op_arguments, sees_cuda
 
 if TYPE_CHECKING:
     import torch
@@ -39,21 +39,14 @@ class Op:
 
     def why_not(self) -> str | None:
         """Why this torch does not have the op in that form, or None."""
-        import torch
-
-        packet = getattr(torch.ops.aten, self.name, None)
-        if packet is None or "default" not in packet.overloads():
-            return f"torch {torch.__version__} has no aten::{self.name}; install torch 2.11 or newer"
-        schema = packet.default._schema
-        actual = [each.name for each in schema.arguments if not each.kwarg_only]
-        wanted = self.arguments.split()
-        if len(actual) != len(wanted) or any(name not in names.split("|") for name, names in zip(actual, wanted, strict=True)):
-            return (
-                f"aten::{self.name} of torch {torch.__version__} takes ({', '.join(actual)}), "
-                f"not ({', '.join(wanted)}); use torch 2.11"
-            )
-        if "scale" not in [each.name for each in schema.arguments]:
-            return f"aten::{self.name} of torch {torch.__version__} takes no scale; use torch 2.11"
+        version, actual = built_with()[0], op_arguments(self.name)
+        if actual is None:
+            return f"torch {version} has no aten::{self.name}; install torch 2.11 or newer"
+        wanted, found = self.arguments.split(), actual.positional
+        if len(found) != len(wanted) or any(name not in names.split("|") for name, names in zip(found, wanted, strict=True)):
+            return f"aten::{self.name} of torch {version} takes ({', '.join(found)}), not ({', '.join(wanted)}); use torch 2.11"
+        if "scale" not in actual.keyword:
+            return f"aten::{self.name} of torch {version} takes no scale; use torch 2.11"
         return None
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
+from attnfuzz.kernels.support.installed_torch import built_with, has_name, parameters
 from attnfuzz.kernels.torch.flash import FLASH_CAPABILITIES, OPS
 from attnfuzz.kernels.torch.ops import Part, Peer, Step, missing_op, without_keys
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from attnfuzz.kernels.problem import Problem
 
 __all__ = ["KERNEL", "arguments"]
+
+_MODULE: Final = "torch.nn.attention.varlen"
+"""Its import registers ops, which takes seconds: it is imported for the first trial alone."""
 
 
 def arguments(problem: Problem, parameters: frozenset[str]) -> dict[str, Any]:
@@ -63,18 +67,15 @@ def _parameters(function: Any) -> frozenset[str]:
 
 
 def _missing() -> str | None:
-    import torch
-
     if reason := missing_op(OPS):
         return reason
-    try:
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn  # noqa: F401 - both are needed
-    except ImportError as error:
-        return f"torch {torch.__version__} has no torch.nn.attention.varlen.varlen_attn ({error}); install torch 2.11 or newer"
-    lacking = sorted({"scale", "return_aux"} - _parameters(varlen_attn))
-    if lacking or not {"is_causal", "window_size"} & _parameters(varlen_attn):
+    version, of = built_with()[0], parameters(_MODULE, "varlen_attn")
+    if of is None or not has_name(_MODULE, "AuxRequest"):
+        return f"torch {version} has no {_MODULE}.{'varlen_attn' if of is None else 'AuxRequest'}; install torch 2.11 or newer"
+    lacking = sorted({"scale", "return_aux"} - of)
+    if lacking or not {"is_causal", "window_size"} & of:
         which = ", ".join(lacking) or "is_causal or window_size"
-        return f"varlen_attn of torch {torch.__version__} takes no {which}; install torch 2.11 or newer"
+        return f"varlen_attn of torch {version} takes no {which}; install torch 2.11 or newer"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -14,7 +15,15 @@ import torch
 from support.libcuda import library
 
 from attnfuzz.kernels.support import driver as driver_module
-from attnfuzz.kernels.support.installed_torch import built_with, has_op, sees_cuda
+from attnfuzz.kernels.support.installed_torch import (
+    _required_cudnn,
+    built_with,
+    has_name,
+    has_op,
+    op_arguments,
+    parameters,
+    sees_cuda,
+)
 
 OP = "_scaled_dot_product_flash_attention_for_cpu"
 TORCH = """
@@ -131,3 +140,66 @@ print(flags.value & 7)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
     assert done.stdout.split() == ["4"]
+
+
+ASKED = """
+import json, sys
+from attnfuzz.kernels.support import installed_torch as it
+from attnfuzz.kernels.torch import cudnn, efficient, flash, flex, ops, varlen_attn
+every = (*flash.OPS, *efficient._OPS, *cudnn._DENSE_OPS, *cudnn._RAGGED_OPS)
+FLEX = "torch.nn.attention.flex_attention"
+def said():
+    return {
+        **{each.name: [it.op_arguments(each.name).positional, it.op_arguments(each.name).keyword] for each in every},
+        "varlen_attn": sorted(it.parameters("torch.nn.attention.varlen", "varlen_attn")),
+        "flex_attention": sorted(it.parameters(FLEX, "flex_attention")),
+        "names": [it.has_name(*each) for each in (("torch", "AcceleratorError"), (FLEX, "BlockMask"))],
+        "missing": [ops.missing_op(every), varlen_attn._missing(), flex.missing()],
+    }
+files = said()
+imported = "torch" in sys.modules
+import torch
+for each in (it.op_arguments, it.parameters):
+    each.cache_clear()
+print(json.dumps([files, said(), imported]))
+"""
+
+
+def test_what_torchs_peers_need_is_read_from_files_as_torch_itself_says_it() -> None:
+    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=True, cwd="/")
+    files, torch_says, imported = json.loads(done.stdout)
+    assert files == torch_says
+    assert not imported
+    assert files["_flash_attention_forward"][0][:3] == ["query", "key", "value"]
+    assert "scale" in files["_flash_attention_forward"][1]
+    assert files["names"] == [True, True]
+
+
+def test_what_files_do_not_say_is_asked_of_torch() -> None:
+    assert op_arguments("no_such_op") is None
+    assert parameters("torch.nn.attention.varlen", "no_such_function") is None
+    assert parameters("torch.nn.no_such_module", "function") is None
+    assert not has_name("torch", "no_such_name")
+
+
+@pytest.mark.parametrize(
+    ("requires", "installed", "version"),
+    [
+        ("nvidia-cudnn-cu13==9.15.1.9; platform_system == 'Linux'", "9.15.1.9", 91501),
+        ("nvidia-cudnn-cu12==9.1.0.70", "9.10.2.21", 91002),
+        ("nvidia-cudnn-cu13==9.15.1.9", None, None),
+        ("nvidia-nccl-cu13==2.28.9", "2.28.9", None),
+        ("nvidia-cudnn-cu13==9", "9", None),
+    ],
+)
+def test_the_version_of_cudnn_is_that_of_the_package_which_torch_requires(
+    monkeypatch: pytest.MonkeyPatch, requires: str, installed: str | None, version: int | None
+) -> None:
+    def of(name: str) -> str:
+        if installed is None or not requires.startswith(f"{name}="):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["filelock", requires])
+    monkeypatch.setattr(importlib.metadata, "version", of)
+    assert _required_cudnn.__wrapped__() == version

@@ -36,7 +36,7 @@ from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case, case_from_object
 from attnfuzz.strategies.shrink_steps import simpler
 
-SECONDS = {"dims": 4.0, "aborts": 4.0}
+SECONDS = {"dims": 20.0, "aborts": 4.0}
 """Time for shrinking, where it is not 8 s."""
 OWN_CALLS = {"scale", "mask", "counter"}
 """Faults that a Case with earlier calls of its own shows as well."""
