@@ -54,7 +54,7 @@ def _load_torch() -> None:
     poison = importlib.import_module("attnfuzz.harness.trial.poison")
     torch = importlib.import_module("torch")
     importlib.import_module("attnfuzz.harness.trial.trial")
-    # The first tensor in such a mode imports a thousand modules. A backward pass here would open the CUDA driver.
+    # The first tensor in such a mode imports more. A backward pass here would open the CUDA driver.
     with torch.no_grad(), poison.PoisonEmpty(bands.Bands()):
         torch.empty(1)
 

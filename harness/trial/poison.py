@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -41,6 +42,18 @@ POISON = {
     torch.float32: (torch.int32, 0x7FD1A3B7),
 }
 """The NaN of uninitialised memory, by dtype: as which integers, and its bits. None is that of another dtype, converted."""
+
+
+def _without_dynamo(function: FunctionType) -> bool:
+    """Have Dynamo, wherever a kernel imports it, compile neither the function nor what that calls; return whether torch can."""
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    except (ImportError, AttributeError, TypeError):
+        return False
+    return True
 
 
 class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
@@ -82,6 +95,12 @@ class PoisonEmpty(TorchDispatchMode):  # type: ignore[misc]
         """Whether there is room for one more of the tensors that COPIES make."""
         self._room -= reach(tensor) * tensor.element_size() + AROUND
         return self._room >= 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return whether torch is to wrap `__torch_dispatch__`, which imports Dynamo at the first op, 900 modules."""
+        own = cls.__dict__.get("__torch_dispatch__")
+        return own is not None and not _without_dynamo(own)
 
     def __torch_dispatch__(
         self,

@@ -6,11 +6,13 @@ Its causal mask is bottom-right aligned, requested by window_size=(-1, 0), or by
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
+from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.support.installed_torch import built_with, has_name, parameters
 from attnfuzz.kernels.torch.flash import FLASH_CAPABILITIES, OPS
 from attnfuzz.kernels.torch.ops import Part, Peer, Step, missing_op, without_keys
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["KERNEL", "arguments"]
 
 _MODULE: Final = "torch.nn.attention.varlen"
-"""Its import registers ops, which takes seconds: it is imported for the first trial alone."""
+"""Its import registers ops, which takes seconds: it is imported where it is called."""
 
 
 def arguments(problem: Problem, parameters: frozenset[str]) -> dict[str, Any]:
@@ -38,6 +40,11 @@ def arguments(problem: Problem, parameters: frozenset[str]) -> dict[str, Any]:
 
 class _VarlenAttn(Step):
     """Calls of varlen_attn on separate leaves, so that no gradient reaches the harness' tensors."""
+
+    def __init__(self, problem: Problem, config: Config) -> None:
+        super().__init__(problem, config)
+        # Here, where code is built, which may take longer than a launch.
+        importlib.import_module(_MODULE)
 
     def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """LSE is `(heads, total_q)`."""
