@@ -1,11 +1,16 @@
-"""Have only the warp that issues copies wait for them, in kernels whose warps TileLang divides into roles.
+"""Two guards for kernels whose warps TileLang divides into roles: who waits for a free stage, and when a stage is free.
 
 TileLang 0.1.15 reserves a warpgroup for loading. One thread of its first warp issues the copies, but all four warps wait for each
 barrier that says a stage is free, and only the first has a part in what comes after: nothing keeps the other three within one
 phase of it. A wait is for a parity. A warp that is not run while two phases complete waits for a later one, then for one that
-never comes, and the block never ends (docs/tilelang-kernels.md says where that was seen).
+never comes, and the block never ends (docs/tilelang-kernels.md says where that was seen). So only the first warp waits.
 
-The guard is added behind TileLang's own pass, where the roles are explicit and the copies whole.
+The warps that compute say that a stage is free by an arrival right behind the last statement that reads it. Where that reads by
+ldmatrix or plain loads, as `mma.sync` does in single precision, the arrival is issued while they still run: nothing in TileLang's
+source orders the two, and ptxas does not wait for a load before the first use of its result. The next tile may then be in shared
+memory before the last load of this one has read it. A fence before each arrival waits for all loads of its thread.
+
+The guards are added behind TileLang's own pass, where the roles are explicit and the copies whole.
 """
 
 from __future__ import annotations
@@ -17,28 +22,31 @@ from typing import Any
 
 from attnfuzz.kernels.contract import BuildError
 
-__all__ = ["copying_warp_waits", "marked"]
+__all__ = ["FENCE", "copying_warp_waits", "marked"]
 
 WARP = 32
 MARK = "attnfuzz.copying_warp_waits"
 """An attribute of a PrimFunc that is to be compiled so: TileLang's cache on disk distinguishes it from code without."""
-_VERSION = 1
-"""Of the guard: another one is another attribute, so that TileLang's cache has no code of it."""
+_VERSION = 2
+"""Of the guards: another one is another attribute, so that TileLang's cache has no code of it."""
 _PASS = "ProducerConsumerWarpSpecialized"
 _ROLES = "kWarpSpecializationScope"
-_WAIT, _COPY = "tl.mbarrier_wait_parity", "tl.tileop.tma_copy"
+_WAIT, _COPY, _ARRIVE = "tl.mbarrier_wait_parity", "tl.tileop.tma_copy", "tirx.ptx_arrive_barrier"
+FENCE = "__threadfence_block"
+"""CUDA's fence among the threads of a block: ptxas has a thread's loads complete before it, which it does neither for
+`fence.proxy.async` nor for a barrier (nvcc 13.0, sm_90a)."""
 _TEXT_MAX = 1000
 _lock = threading.RLock()
 
 
 def marked(func: Any) -> Any:
-    """Return the PrimFunc `func` with the mark, without which it has no guard."""
+    """Return the PrimFunc `func` with the mark, without which it has no guards."""
     return func.with_attr(MARK, _VERSION)
 
 
 @contextlib.contextmanager
 def copying_warp_waits() -> Iterator[None]:
-    """Add the guard to marked PrimFuncs that TileLang lowers meanwhile, by any thread; other threads that come here wait.
+    """Add the guards to marked PrimFuncs that TileLang lowers meanwhile, by any thread; other threads that come here wait.
 
     Raises:
         BuildError: TileLang has no such pass.
@@ -71,7 +79,7 @@ def _guarded_module(module: Any) -> Any:
 
 
 def _guarded(func: Any) -> Any:
-    """Return `func`, if it is marked, with the guard around what its warps for loading do.
+    """Return `func`, if it is marked, with a guard around what its warps for loading do, and fences before other warps' arrivals.
 
     Raises:
         BuildError: they do something else than to wait and copy, for which the other warps may be needed.
@@ -92,7 +100,8 @@ def _guarded(func: Any) -> Any:
             others.append(branch)
             return None
         first = tirx.IfThenElse(branch.condition.a < WARP, branch.then_case, None)
-        return tirx.AttrStmt(node.node, node.attr_key, node.value, tirx.IfThenElse(branch.condition, first, branch.else_case))
+        rest = None if branch.else_case is None else _fenced(branch.else_case)
+        return tirx.AttrStmt(node.node, node.attr_key, node.value, tirx.IfThenElse(branch.condition, first, rest))
 
     body = ir_transform(func.body, None, guard, ["tirx.AttrStmt"])
     if others:
@@ -100,6 +109,19 @@ def _guarded(func: Any) -> Any:
         name = func.attrs["global_symbol"]
         raise BuildError(f"{name}: warps for loading do something else than to wait and copy: {str(others[0])[:_TEXT_MAX]}")
     return func.with_body(body)
+
+
+def _fenced(body: Any) -> Any:
+    """Return `body` with a fence before each arrival at an mbarrier: by then a thread has read the tile that it gives back."""
+    from tvm import tirx
+    from tvm.tirx.stmt_functor import ir_transform
+
+    def fence(node: Any) -> Any:
+        if getattr(getattr(node.value, "op", None), "name", "") != _ARRIVE:
+            return None
+        return tirx.SeqStmt([tirx.Evaluate(tirx.call_extern("handle", FENCE)), node])
+
+    return ir_transform(body, None, fence, ["tirx.Evaluate"])
 
 
 def _only_copies(body: Any) -> bool:

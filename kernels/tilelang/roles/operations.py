@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnfuzz.kernels.support.absent import Absent
+from attnfuzz.kernels.tilelang.loading import FENCE
 from attnfuzz.kernels.tilelang.roles.expressions import Expressions, UnsupportedByRolesError, name_of
 
 try:
@@ -193,6 +194,11 @@ class Operations:
         """tl.named_barrier_arrive."""
         self.out(f"R.signal({', '.join(self.code.recorded(each) for each in call.args)})")
 
+    def external(self, call: Any) -> None:
+        """A fence of loading.py: loads are complete here when their statement is."""
+        if call.args[0] != FENCE:
+            raise UnsupportedByRolesError(f"the executor of roles does not know the external function {call.args[0]}")
+
     def release(self, call: Any) -> None:
         """tl.deallocate_tmem: no access may follow, nor still run."""
         slot = self.code.slots[call.args[0].args[1]] if name_of(call.args[0]) == "tirx.tvm_access_ptr" else None
@@ -202,6 +208,7 @@ class Operations:
 
 
 _OPERATIONS: dict[str, Callable[[Operations, Any], None]] = {
+    "tirx.call_extern": Operations.external,
     "tirx.ptx_arrive_barrier": Operations.arrive,
     "tirx.ptx_arrive_barrier_expect_tx": Operations.expect,
     "tirx.tvm_storage_sync": Operations.sync,
