@@ -189,3 +189,21 @@ def test_a_part_that_breaks_gives_its_gpus_and_cores_back(
         broken()
     assert seen == ["GPU-a"]
     assert (os.environ.get("CUDA_VISIBLE_DEVICES"), os.sched_getaffinity(0)) == (before, cores)
+
+
+def test_known_defects_of_pytorchs_kernels_are_no_failures(targets: ModuleType) -> None:
+    def identity(kernel: str, kind: str, check: str, output: str | None = None, message: str = "") -> dict[str, Any]:
+        return {"identity": {"kernel": kernel, "kind": kind, "check": check, "output": output, "message": message}}
+
+    known = [
+        identity("torch.cudnn", "nonfinite", "element", "dq"),
+        identity("torch.cudnn", "relation", "shifted_scores", "dv"),
+        identity("torch.flash", "exception", "forward", None, "forward raised RuntimeError: # is invalid for input of size #"),
+    ]
+    others = [
+        identity("torch.cudnn", "mismatch", "element", "dq"),
+        identity("torch.flash", "exception", "forward", None, "forward raised RuntimeError: CUDA error"),
+        identity("triton.varlen", "nonfinite", "element", "dq"),
+    ]
+    run = targets.Finished({"kernels": [], "failures": [*known, *others]}, first=1.0, wall=2.0)
+    assert targets.unknown(run) == others
