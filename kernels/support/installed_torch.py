@@ -101,8 +101,8 @@ def op_arguments(name: str) -> Arguments | None:
     """
     if (folder := _folder()) is not None:
         text = _text(folder / "include" / "ATen" / "ops" / f"{name}_ops.h")
-        if text is not None and (found := _SCHEMA.search(text)) is not None:
-            positional, _, keyword = found[1].partition("*, ")
+        if text is not None and (schema := _SCHEMA.search(text)) is not None:
+            positional, _, keyword = schema[1].partition("*, ")
             return Arguments(_names(positional), _names(keyword))
     import torch
 
@@ -170,7 +170,7 @@ def cudnn_version() -> int | None:
 def _required_cudnn() -> int | None:
     """Return the version of the cuDNN package that torch's own package requires, where that is installed."""
     try:
-        required = [found[1] for each in importlib.metadata.requires("torch") or () if (found := _CUDNN.match(each))]
+        required = [name[1] for each in importlib.metadata.requires("torch") or () if (name := _CUDNN.match(each))]
         major, minor, patch = importlib.metadata.version(required[0]).split(".")[:3] if required else ("", "", "")
         return int(major) * 10000 + int(minor) * 100 + int(patch)
     except (importlib.metadata.PackageNotFoundError, ValueError):
@@ -195,8 +195,8 @@ def _defined(module: str, name: str) -> ast.stmt | None:
         body = ast.parse(text or "").body
     except SyntaxError:
         return None
-    found = [each for each in body if isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name == name]
-    return found[-1] if found else None
+    definitions = [each for each in body if isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name == name]
+    return definitions[-1] if definitions else None
 
 
 def _imported(module: str, name: str) -> Any:

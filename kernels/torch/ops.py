@@ -39,13 +39,13 @@ class Op:
 
     def why_not(self) -> str | None:
         """Why this torch does not have the op in that form, or None."""
-        version, actual = built_with()[0], op_arguments(self.name)
-        if actual is None:
+        version, takes = built_with()[0], op_arguments(self.name)
+        if takes is None:
             return f"torch {version} has no aten::{self.name}; install torch 2.11 or newer"
-        wanted, found = self.arguments.split(), actual.positional
-        if len(found) != len(wanted) or any(name not in names.split("|") for name, names in zip(found, wanted, strict=True)):
-            return f"aten::{self.name} of torch {version} takes ({', '.join(found)}), not ({', '.join(wanted)}); use torch 2.11"
-        if "scale" not in actual.keyword:
+        wanted, actual = self.arguments.split(), takes.positional
+        if len(actual) != len(wanted) or any(name not in names.split("|") for name, names in zip(actual, wanted, strict=True)):
+            return f"aten::{self.name} of torch {version} takes ({', '.join(actual)}), not ({', '.join(wanted)}); use torch 2.11"
+        if "scale" not in takes.keyword:
             return f"aten::{self.name} of torch {version} takes no scale; use torch 2.11"
         return None
 
