@@ -30,7 +30,7 @@ def test_neither_a_template_process_nor_a_trial_imports_dynamo() -> None:
     assert done.stdout.split() == ["pass", "False", "False"]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error:Dynamo")
 @pytest.mark.parametrize("compiled_before", [False, True])
 def test_dynamo_compiles_nothing_of_the_mode(compiled_before: bool) -> None:
     """A kernel may import Dynamo before the mode is on or meanwhile; its compiled functions run uncompiled in the mode."""
