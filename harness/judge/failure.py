@@ -14,7 +14,19 @@ from attnfuzz.kernels.problem import SINKS, OutputName
 from attnfuzz.kernels.support.memory import MemoryKind
 from attnfuzz.kernels.support.protocol import PROTOCOL_KINDS
 
-__all__ = ["BY_QUERY", "KINDS", "OUTPUT_TITLES", "PATTERNED", "Failure", "Identity", "Kind", "Place", "in_earlier", "where"]
+__all__ = [
+    "BY_QUERY",
+    "KINDS",
+    "OUTPUT_TITLES",
+    "PATTERNED",
+    "Failure",
+    "Identity",
+    "Kind",
+    "Place",
+    "in_call_before",
+    "in_earlier",
+    "where",
+]
 
 Kind = Literal[
     "mismatch",
@@ -55,6 +67,7 @@ _KNOWN_BY_CHECK: frozenset[Kind] = frozenset(
         *PROTOCOL_KINDS,
     )
 )
+_IN_CALL_BEFORE = re.compile(r" \(in the call before, of check \w+\)$")
 PATTERNED: frozenset[Kind] = frozenset(("mismatch", "nonfinite", "unwritten"))
 """Kinds whose failures have a pattern, where one is looked for and found; unwritten ones are nonfinite at first."""
 OUTPUT_TITLES: dict[OutputName, str] = {"o": "O", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}
@@ -137,14 +150,17 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def identity(self) -> Identity:
-        """Return what shrinking keeps: exceptions and crashes differ by message without digits, others by output and check."""
+        """Return what shrinking keeps: exceptions and crashes differ by message without digits, others by output and check.
+
+        An exception in the call before a Case's own is the bug that its own call would show.
+        """
         known_by_check = self.kind in _KNOWN_BY_CHECK
         return Identity(
             kernel=self.kernel,
             kind=self.kind,
             output=self.output,
             check=self.check,
-            message="" if known_by_check else normalised(self.message),
+            message="" if known_by_check else normalised(_IN_CALL_BEFORE.sub("", self.message)),
         )
 
 
@@ -153,6 +169,11 @@ def where(name: OutputName, place: Place) -> str:
     rows = "query" if name in BY_QUERY else "key"
     dim = "" if place.dim is None else f", dim {place.dim}"
     return f"sequence {place.sequence}, {rows} {place.position}, head {place.head}{dim}"
+
+
+def in_call_before(failure: Failure, check: str) -> Failure:
+    """Return a failure of the call before a Case's own, which its check makes."""
+    return msgspec.structs.replace(failure, message=f"{failure.message} (in the call before, of check {check})")
 
 
 def in_earlier(failure: Failure, number: int, count: int) -> Failure:

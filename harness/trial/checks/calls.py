@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from attnfuzz.harness.core.text import counted
 from attnfuzz.harness.judge.contract import heads_first, valid_rows
-from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, where
+from attnfuzz.harness.judge.failure import OUTPUT_TITLES, Failure, in_call_before, where
 from attnfuzz.harness.judge.judge import place_of
 from attnfuzz.harness.judge.together import Launched
 from attnfuzz.harness.judge.truth import Truth, flushed_sums
@@ -104,8 +104,7 @@ def _earlier(bench: Bench, problem: Problem, bands: Bands) -> Outputs:
     except WentWrong as error:
         if problem == bench.case.problem:
             raise
-        message = f"{error.failure.message} (in the call before, of check {bench.case.check})"
-        raise WentWrong(replace(error.failure, message=message)) from error
+        raise WentWrong(in_call_before(error.failure, bench.case.check)) from error
 
 
 def cloned(outputs: Outputs) -> Outputs:
