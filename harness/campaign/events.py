@@ -36,6 +36,7 @@ __all__ = [
     "ReplayStarted",
     "Shrunk",
     "TrialFinished",
+    "WorkerDied",
 ]
 
 Rate = tuple[int, int]
@@ -120,6 +121,19 @@ class CaseResumed:
 
     case: Case
     deaths: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDied:
+    """A worker's process has died while it tried `kernel` (None: it had no turn); what it was at is given out again.
+
+    `ending`: how, such as "SIGKILL"; `replaced`: another one takes its place.
+    """
+
+    worker: int
+    kernel: str | None
+    ending: str
+    replaced: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +352,7 @@ Event = (
     | CaseSkipped
     | CaseNotKept
     | CaseResumed
+    | WorkerDied
     | KernelStarted
     | ReplayStarted
     | CompileFinished

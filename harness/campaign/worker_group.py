@@ -11,7 +11,7 @@ from typing import Any
 
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.coordinator import Coordinator
-from attnfuzz.harness.campaign.events import CaseSkipped, SharedGpu
+from attnfuzz.harness.campaign.events import CaseSkipped, SharedGpu, WorkerDied
 from attnfuzz.harness.campaign.journal import LeftBehind, left_behind
 from attnfuzz.harness.campaign.rounds import Round
 from attnfuzz.harness.campaign.worker_link import Turn
@@ -252,8 +252,9 @@ class WorkerGroup:
                 listener = self._context.listener
                 left = left_behind(self._context.settings.out, lambda path, reason: listener(CaseSkipped(str(path), reason)))
                 coordinator.resume([each for each in left if worker.had_in_flight(each)])
-            if self._deaths <= _MOST_DEATHS * self._count:
+            if replaced := self._deaths <= _MOST_DEATHS * self._count:
                 self._numbers.append(worker.number)
+            self._context.listener(WorkerDied(worker.number, worker.kernel, ending, replaced))
 
     def _interrupt(self, coordinator: Coordinator) -> None:
         """End the workers, and keep what they report until they have ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from attnfuzz.harness.campaign import events
@@ -46,6 +47,8 @@ class EventLines:
                 self._line("failure", finding_object(event.finding))
             case events.Shrunk():
                 self._line("shrunk", {**finding_object(event.finding), "before": event.before.key})
+            case events.WorkerDied():
+                self._line("worker", asdict(event))
             case events.KernelFinished():
                 self._line("kernel", summary_object(event.summary))
             case events.CampaignFinished():

@@ -119,6 +119,11 @@ class Terminal:
     def _on_CaseResumed(self, event: events.CaseResumed) -> None:  # noqa: N802
         self._say(f"[yellow]case {event.case.id} was in flight when a run died: it comes first[/]")
 
+    def _on_WorkerDied(self, event: events.WorkerDied) -> None:  # noqa: N802
+        at = "" if event.kernel is None else f" while it tried {one_line(event.kernel)}"
+        then = "another takes its place" if event.replaced else "none takes its place"
+        self._say(f"[yellow]worker {event.worker} ended by {escape(event.ending + at)}: {then}[/]")
+
     def _on_KernelStarted(self, event: events.KernelStarted) -> None:  # noqa: N802
         self.trying += 1
         self.to_compile += event.compiles

@@ -163,7 +163,8 @@ def cudnn_version() -> int | None:
         return version
     import torch
 
-    return torch.backends.cudnn.version()
+    number: int | None = torch.backends.cudnn.version()
+    return number
 
 
 @functools.cache

@@ -43,8 +43,11 @@ class WrongUse(msgspec.Struct):
 
 
 class EventLine(msgspec.Struct):
-    """A line of `attnfuzz run --events`; what else is in it depends on `event`. `after`: seconds since the start."""
+    """A line of `attnfuzz run --events`; what else is in it depends on `event`. `after`: seconds since the start.
+
+    "worker": a worker's process has died; with its number (`worker`), `kernel`, `ending` and whether it is `replaced`.
+    """
 
     format: Format
-    event: Literal["started", "progress", "failure", "shrunk", "kernel", "finished"]
+    event: Literal["started", "progress", "failure", "shrunk", "worker", "kernel", "finished"]
     after: float

@@ -41,6 +41,7 @@ from attnfuzz.harness.campaign.events import (
     KernelFinished,
     Shrunk,
     TrialFinished,
+    WorkerDied,
 )
 from attnfuzz.harness.campaign.journal import left_behind
 from attnfuzz.harness.isolation.outcomes import ExecutionError
@@ -175,6 +176,9 @@ def test_kill_9_of_a_worker_costs_nothing(tidy: Path) -> None:
     assert killed, "both workers run where there are cores for them; one tries the only round"
     [first] = resumed(theirs)
     assert first.deaths == 1
+    died = [each for each in theirs if isinstance(each, WorkerDied)]
+    assert {(each.ending, each.replaced) for each in died} == {("SIGKILL", True)}
+    assert "test.sleeper" in {each.kernel for each in died}
     at = theirs.index(first)
     assert next(each for each in theirs[at:] if isinstance(each, TrialFinished)).case == first.case
     ids = tried(theirs, "generate", "replay")

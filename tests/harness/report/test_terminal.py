@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -15,6 +16,7 @@ from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.console import SafeConsole
 from attnfuzz.harness.report.groups import described, groups_of
+from attnfuzz.harness.report.lines import EventLines
 from attnfuzz.harness.report.machine import campaign_object
 from attnfuzz.harness.report.terminal import Terminal, show_finding
 from attnfuzz.kernels.problem import Problem
@@ -179,3 +181,29 @@ def test_the_budget_is_for_one_kernel() -> None:
 def test_a_path_that_looks_like_markup_is_shown() -> None:
     output = shown(events.CaseSkipped(str(Path("[red]a[/x].json")), "it [/b] cannot run"))
     assert output == "[red]a[/x].json: not tried again here: it [/b] cannot run\n"
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        (
+            events.WorkerDied(3, "acme.flash", "SIGKILL", True),
+            "worker 3 ended by SIGKILL while it tried acme.flash: another",
+        ),
+        (events.WorkerDied(0, None, "exit code 1", False), "worker 0 ended by exit code 1: none takes its place"),
+    ],
+)
+def test_a_worker_that_dies_is_said_and_is_a_line_of_events(event: events.WorkerDied, text: str) -> None:
+    assert text in shown(event)
+    written: list[str] = []
+    EventLines(written.append, 1)(event)
+    [line] = map(json.loads, written)
+    line.pop("after")
+    assert line == {
+        "format": 1,
+        "event": "worker",
+        "worker": event.worker,
+        "kernel": event.kernel,
+        "ending": event.ending,
+        "replaced": event.replaced,
+    }
