@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ from attnfuzz.harness.campaign.events import SharedGpu
 from attnfuzz.harness.cli.options import file_to_write
 from attnfuzz.harness.core.environment import resolve_device
 from attnfuzz.harness.core.gpus import gpus
+from attnfuzz.harness.gate.ledger import read_ledger
+from attnfuzz.harness.gate.result import Finding
+from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.kernels.contract import Device
 from attnfuzz.kernels.errors import BadArgument
 
@@ -100,18 +103,20 @@ def campaign(
         say(msgspec.convert(shared, SharedGpu).describe())
     for each in unknown(run):
         say(f"failure: {json.dumps(each)[:300]}")
+    if known := len(run.result["failures"]) - len(unknown(run)):
+        say(f"{known} known failures of PyTorch's kernels are not counted")
     return run
 
 
 def unknown(run: Finished) -> list[dict[str, Any]]:
     """Return the failures of a run that the ledger does not list; with `--ledger` the run would take seconds more at its end."""
-    known = tomllib.loads(LEDGER.read_text(encoding="utf-8"))["known"]
-    return [each for each in run.result["failures"] if not any(_covers(entry, each["identity"]) for entry in known)]
+    today = date.today()
+    known = read_ledger(LEDGER, today).on("cuda", today).in_force(today)
+    return [each for each in run.result["failures"] if not any(entry.covers(_finding(each)) for entry in known)]
 
 
-def _covers(entry: dict[str, Any], identity: dict[str, Any]) -> bool:
-    named = {name: str(entry[name]).lower() for name in ("kernel", "kind", "check", "output") if name in entry}
-    return entry.get("message", "") in identity["message"] and all(identity[name] == text for name, text in named.items())
+def _finding(failure: dict[str, Any]) -> Finding:
+    return Finding.of("campaign", Identity(**failure["identity"]), failure["verdict"]["failures"][0]["message"])
 
 
 def rate(run: Finished) -> float | None:

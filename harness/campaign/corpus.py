@@ -20,7 +20,7 @@ from attnfuzz.harness.campaign.explain import Explanation
 from attnfuzz.harness.core.files import Unreadable, decoded, read_file, write_whole
 from attnfuzz.harness.core.text import dumps, one_line
 from attnfuzz.harness.judge.diagnosis.model import Pattern
-from attnfuzz.harness.judge.failure import Identity, Place
+from attnfuzz.harness.judge.failure import Identity, Place, own_message
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.errors import BadArgument, reject
 from attnfuzz.kernels.support.file_target import as_options, file_target, is_readable
@@ -97,6 +97,9 @@ class StoredFinding(msgspec.Struct, frozen=True, kw_only=True):
             finding = cls(**(_readable(data, cls) if isinstance(data, dict) else {}))
         if finding.target is not None and not _is_target(finding.target):
             finding = msgspec.structs.replace(finding, target=None)
+        if (identity := finding.identity) is not None and (own := own_message(identity.message)) != identity.message:
+            # Of a failure in the call before, which files written by earlier versions have as another one.
+            finding = msgspec.structs.replace(finding, identity=msgspec.structs.replace(identity, message=own))
         failed, runs = finding.rate or (1, 2)
         return finding if 0 < failed < runs <= _MOST_RUNS else msgspec.structs.replace(finding, rate=None)
 

@@ -25,6 +25,7 @@ __all__ = [
     "Place",
     "in_call_before",
     "in_earlier",
+    "own_message",
     "where",
 ]
 
@@ -67,7 +68,7 @@ _KNOWN_BY_CHECK: frozenset[Kind] = frozenset(
         *PROTOCOL_KINDS,
     )
 )
-_IN_CALL_BEFORE = re.compile(r" \(in the call before, of check \w+\)$")
+_IN_CALL_BEFORE = " (in the call before, of check "
 PATTERNED: frozenset[Kind] = frozenset(("mismatch", "nonfinite", "unwritten"))
 """Kinds whose failures have a pattern, where one is looked for and found; unwritten ones are nonfinite at first."""
 OUTPUT_TITLES: dict[OutputName, str] = {"o": "O", "lse": "LSE", "dq": "dQ", "dk": "dK", "dv": "dV"}
@@ -160,7 +161,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             kind=self.kind,
             output=self.output,
             check=self.check,
-            message="" if known_by_check else normalised(_IN_CALL_BEFORE.sub("", self.message)),
+            message="" if known_by_check else normalised(own_message(self.message)),
         )
 
 
@@ -173,7 +174,14 @@ def where(name: OutputName, place: Place) -> str:
 
 def in_call_before(failure: Failure, check: str) -> Failure:
     """Return a failure of the call before a Case's own, which its check makes."""
-    return msgspec.structs.replace(failure, message=f"{failure.message} (in the call before, of check {check})")
+    return msgspec.structs.replace(failure, message=f"{failure.message}{_IN_CALL_BEFORE}{check})")
+
+
+def own_message(message: str) -> str:
+    """Return a message without what `in_call_before` adds, also where a limit of length has cut that."""
+    own, mark, rest = message.rpartition(_IN_CALL_BEFORE[:4])
+    added = mark + rest
+    return own if mark and (added.startswith(_IN_CALL_BEFORE) or _IN_CALL_BEFORE.startswith(added)) else message
 
 
 def in_earlier(failure: Failure, number: int, count: int) -> Failure:

@@ -156,6 +156,8 @@ def has_cudnn() -> bool:
 def cudnn_version() -> int | None:
     """Return the version of torch's cuDNN, such as 91501 for 9.15.1, as the package that it requires says; None: it has none.
 
+    Where LD_LIBRARY_PATH has another one, a process that has imported torch may say otherwise.
+
     Raises:
         ImportError: torch is not installed.
     """
@@ -212,7 +214,7 @@ def _imported(module: str, name: str) -> Any:
 def _text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
 
 

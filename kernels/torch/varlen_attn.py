@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from attnfuzz.kernels.contract import Config
+from attnfuzz.kernels.contract import BuildError, Config
 from attnfuzz.kernels.support.installed_torch import built_with, has_name, parameters
 from attnfuzz.kernels.torch.flash import FLASH_CAPABILITIES, OPS
 from attnfuzz.kernels.torch.ops import Part, Peer, Step, missing_op, without_keys
@@ -44,7 +44,10 @@ class _VarlenAttn(Step):
     def __init__(self, problem: Problem, config: Config) -> None:
         super().__init__(problem, config)
         # Here, where code is built, which may take longer than a launch.
-        importlib.import_module(_MODULE)
+        try:
+            importlib.import_module(_MODULE)
+        except ImportError as error:
+            raise BuildError(f"{_MODULE} of this torch cannot be imported: {error}") from error
 
     def attend(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """LSE is `(heads, total_q)`."""

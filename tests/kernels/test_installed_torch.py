@@ -203,3 +203,54 @@ def test_the_version_of_cudnn_is_that_of_the_package_which_torch_requires(
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["filelock", requires])
     monkeypatch.setattr(importlib.metadata, "version", of)
     assert _required_cudnn.__wrapped__() == version
+
+
+FAKE = """
+import json, sys
+sys.path.insert(0, {folder!r})
+from attnfuzz.kernels.support import installed_torch as it
+said = {{
+    "op": [it.op_arguments("declared").positional, it.op_arguments("declared").keyword],
+    "overloads": sorted(it.parameters("torch.functions", "overloaded")),
+    "name": it.has_name("torch.functions", "Thing"),
+}}
+said["before"] = "torch" in sys.modules
+said["bound"] = sorted(it.parameters("torch.functions", "bound"))
+said["cudnn"] = it.has_cudnn()
+said["after"] = "torch" in sys.modules
+print(json.dumps(said))
+"""
+SCHEMA = """
+  static constexpr const char* overload_name = "";
+  static constexpr const char* schema_str = "declared(Tensor query, SymInt? max_q=None, *, float? scale=None) -> (Tensor)";
+"""
+FUNCTIONS = """
+from typing import overload
+@overload
+def overloaded(first): ...
+@overload
+def overloaded(second): ...
+def overloaded(*, third): pass
+class Thing: pass
+bound = lambda x, y: x
+"""
+
+
+def test_files_are_asked_first_and_torch_where_they_do_not_say(tmp_path: Path) -> None:
+    folder = torch_in(tmp_path, "13.0")
+    (folder / "torch" / "include" / "ATen" / "ops" / "declared_ops.h").write_text(SCHEMA)
+    (folder / "torch" / "functions.py").write_text(FUNCTIONS)
+    (folder / "torch" / "__init__.py").write_text(
+        TORCH + "\nbackends = SimpleNamespace(cudnn=SimpleNamespace(is_available=lambda: False))\n"
+    )
+    program = FAKE.format(folder=str(folder))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    assert json.loads(done.stdout) == {
+        "op": [["query", "max_q"], ["scale"]],
+        "overloads": ["third"],
+        "name": True,
+        "before": False,
+        "bound": ["x", "y"],
+        "cudnn": False,
+        "after": True,
+    }

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 pytest.importorskip("tilelang")
 
@@ -110,10 +111,12 @@ def in_flight(cubin: bytes, folder: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(NO_NVCC is not None, reason=str(NO_NVCC))
-def test_no_load_is_in_flight_at_an_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_no_load_is_in_flight_at_an_arrival(dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = read_case(FILE).case
     before, after = [], []
-    for module, options, factory in functions(case.kernel, case.problem, case.config):
+    problem = replace(case.problem, dtype=dtype, dim_qk=64, dim_v=64) if dtype == "float16" else case.problem
+    for module, options, factory in functions(case.kernel, problem, case.config if dtype == "float32" else None):
         after += in_flight(lower._Unit(factory, module, factory, options, "sm_90a").compile().cubin, tmp_path)
         with monkeypatch.context() as patch:
             patch.setattr(loading, "_fenced", lambda body: body)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ from support.calls import PROBLEM, WIDE, Spoil, Subject
 from support.mutants import kernel_of, mutants
 from support.runs import FunctionExecutor
 
+from attnfuzz.harness.campaign.corpus import read_case
 from attnfuzz.harness.campaign.events import Finding
 from attnfuzz.harness.campaign.runner import TrialRunner
 from attnfuzz.harness.campaign.shrink import Shrinker
 from attnfuzz.harness.core import environment
+from attnfuzz.harness.judge.failure import own_message
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.checks import calls
 from attnfuzz.harness.trial.inputs import materialise
@@ -337,6 +341,23 @@ def test_what_goes_wrong_in_an_earlier_call_says_so() -> None:
     assert failure.message == "backward raised ValueError: no masks today (in the call before, of check other_mask)"
     # It is the bug that a Case with a mask shows in its own call, which is shrunk once.
     assert failure.identity.message == "backward raised ValueError: no masks today"
+
+
+@pytest.mark.parametrize("cut", [None, 70, 48])
+def test_a_file_of_an_earlier_version_has_the_failure_of_the_call_before_as_its_own(cut: int | None, tmp_path: Path) -> None:
+    message = "backward raised ValueError: no masks today (in the call before, of check other_mask)"[:cut]
+    identity = {"kernel": "acme.flash", "kind": "exception", "output": None, "check": "backward", "message": message}
+    problem = {"seqlens_q": [2], "seqlens_k": [3], "dim_qk": 16, "dim_v": 16}
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps({"format": 1, "kernel": "acme.flash", "problem": problem, "found": {"identity": identity}}))
+    stored = read_case(file).finding.identity
+    assert stored is not None
+    assert stored.message == "backward raised ValueError: no masks today"
+
+
+def test_other_brackets_of_a_message_stay() -> None:
+    for text in ("f(x) failed (in the kernel)", "no room (int)", "no masks", ""):
+        assert own_message(text) == text
 
 
 # --- shrinking
