@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from support.peers import Right, Skewed
 
 from attnfuzz.harness.campaign.campaign import run_campaign
-from attnfuzz.harness.campaign.events import CampaignFinished, CaseResumed, Event, FailureMapped, TrialFinished
+from attnfuzz.harness.campaign.events import CampaignFinished, CaseResumed, Event, FailureMapped, TrialFinished, WorkerDied
 from attnfuzz.harness.campaign.fleet import workers as fleet
 from attnfuzz.harness.campaign.fleet.cluster import Places
 from attnfuzz.harness.campaign.fleet.workers import FleetWorkers, _FleetWorker
@@ -342,13 +342,15 @@ def test_each_death_leaves_the_cases_of_its_own_worker(tmp_path: Path) -> None:
     """The journals of all actors are files of one process: the second death must not have the first's Cases tried again."""
     resumed: list[list[Case]] = []
     coordinator = SimpleNamespace(leave=lambda _: None, resume=lambda left: resumed.append([each.case for each in left]))
-    context = SimpleNamespace(settings=Settings(out="out", workers=2), listener=pytest.fail)
+    heard: list[Event] = []
+    context = SimpleNamespace(settings=Settings(out="out", workers=2), listener=heard.append)
     workers = WorkerGroup(context, 2)
     first, second, third = some_cases(3)
     workers._living = [in_flight(0, first, second), in_flight(1, third)]
     for each in list(workers._living):
         workers._gone(each, coordinator)
     assert resumed == [[first, second], [third]]
+    assert [type(each) for each in heard] == [WorkerDied, WorkerDied]
     assert {each.deaths for each in left_behind("out")} == {1}
 
 
