@@ -101,9 +101,10 @@ def campaign(
         (KEPT / f"run-{number}.json").write_text(json.dumps({**figures, "result": run.result}), encoding="utf-8")
     if (shared := run.result.get("shared_gpu")) is not None:
         say(msgspec.convert(shared, SharedGpu).describe())
-    for each in unknown(run):
+    counted = unknown(run)
+    for each in counted:
         say(f"failure: {json.dumps(each)[:300]}")
-    if known := len(run.result["failures"]) - len(unknown(run)):
+    if known := len(run.result["failures"]) - len(counted):
         say(f"{known} known failures of PyTorch's kernels are not counted")
     return run
 
