@@ -138,10 +138,16 @@ class Forkserver:
         """Count a child as dead: what it leaves behind may be killed."""
         self._children.discard(child)
 
-    def end_sharing(self, why: str, task: Task | None = None) -> None:
-        """Have no child share the GPU from now on, those of other workers neither. `task`: whose outcome is the reason."""
+    def end_sharing(self, why: str, task: Task | None = None, *, quits: bool = True) -> None:
+        """Have no child share the GPU from now on, those of other workers neither.
+
+        Args:
+            why: in words.
+            task: whose outcome is the reason.
+            quits: whether the server ends at once, and not with the campaign.
+        """
         if self.sharing is not None:
-            self.sharing.end(why, [each.canonical() for each in task.cases] if task else [])
+            self.sharing.end(why, [each.canonical() for each in task.cases] if task else [], quits=quits)
 
     def _started(self) -> Child:
         shares = None if self.sharing is None else self.sharing.on()

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +31,8 @@ _LONGEST_PATH = 107
 """Characters of a socket's path."""
 _USUAL = Path("/tmp/nvidia-mps")
 _START_SECONDS, _QUIT_SECONDS, _DEVICE_SECONDS = 2.0, 5.0, 5.0
+_CLOSE_SECONDS = 2.0
+"""A server without clients ends at once, or not at all: on an H200 one answered nothing for 15 s, and was gone when it was killed."""
 _TICK = 0.01
 
 
@@ -74,22 +77,29 @@ class Sharing:
         # The folder goes with the campaign.
         return not self._over and (self.folder / _OURS).exists() and not (self.folder / _OFF).exists()
 
-    def end(self, why: str, cases: Sequence[str] = ()) -> None:
-        """End sharing for every worker, and then the server; nothing where it has ended. `cases`: what was at work, as JSON."""
+    def end(self, why: str, cases: Sequence[str] = (), *, quits: bool = True) -> None:
+        """End sharing for every worker, and then the server; nothing where it has ended.
+
+        Args:
+            why: in words.
+            cases: what was at work, as JSON.
+            quits: whether the server ends; else it is left to `close`, where the others can be told without.
+        """
         first, self._over = not self._over, True
         try:
             descriptor = os.open(self.folder / _OFF, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError:
             # Another worker has ended it, or the campaign is over; or the disk is full, and the others are told by its end.
             if first and self.folder.exists() and not (self.folder / _OFF).exists():
-                self._quit()
+                self._quit(_QUIT_SECONDS)
             return
         try:
             with contextlib.suppress(OSError):
                 os.write(descriptor, json.dumps({"at": time.monotonic(), "why": why, "cases": list(cases)}).encode())
         finally:
             os.close(descriptor)
-        self._quit()
+        if quits:
+            self._quit(_QUIT_SECONDS)
 
     def ended(self) -> SharingEnd | None:
         """Return when and why it has ended; None while it goes on."""
@@ -102,26 +112,29 @@ class Sharing:
             return SharingEnd(time.monotonic(), "it is not known why")
 
     def close(self) -> None:
-        """End the server that this process has started."""
+        """End the server that this process has started, which has no client any more."""
         if self._process is None:
             return
         self._over = True
         if self._process.poll() is None:
-            self._quit()
+            end = time.monotonic() + _CLOSE_SECONDS
+            self._quit(_CLOSE_SECONDS)
             try:
-                self._process.wait(_QUIT_SECONDS)
+                self._process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                # The processes that it has started are in its group.
+                with contextlib.suppress(OSError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _quit(self) -> None:
+    def _quit(self, seconds: float) -> None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(
                 [CONTROL],
                 input=b"quit -t 1\n",
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                timeout=_QUIT_SECONDS,
+                timeout=seconds,
                 check=False,
                 env={**os.environ, **self.variables},
             )

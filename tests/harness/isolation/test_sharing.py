@@ -289,7 +289,41 @@ def test_sharing_ends_before_a_task_at_work_is_ended(shared: Sharing, server: Fa
     with closing(Supervisor(Forkserver(["json"], shared.variables), memory=1 << 29)) as supervisor:
         running = supervisor.begin(task("dies", how="loop"))
         assert supervisor.finish(running, until=time.monotonic() + 0.3) is None
-        assert_ended(shared, server, supervisor, "the time of a task was over")
+        ended = shared.ended()
+        assert ended is not None
+        assert "the time of a task was over" in ended.why
+        assert not mps_variables(supervisor)
+        assert server.calls == [START], "workers do not wait for the server's end, least of all at that of a budget"
+
+
+DEAF = """#!/bin/sh
+if [ "$1" = -f ]; then
+    echo $$ > "$(dirname "$0")/pid"
+    touch "$CUDA_MPS_PIPE_DIRECTORY/control"
+    sleep 61 &
+    echo $! > "$(dirname "$0")/pid-of-other"
+    wait
+else
+    echo said >> "$(dirname "$0")/calls"
+    exec sleep 62
+fi
+"""
+
+
+def test_a_server_that_does_not_answer_is_killed_with_what_it_has_started(
+    server: FakeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf = FakeServer(tmp_path / "bin", monkeypatch, DEAF)
+    monkeypatch.setattr(sharing, "_CLOSE_SECONDS", 0.4)
+    made = sharing.start(folder, {}, [])
+    wait_for(lambda: (tmp_path / "bin" / "pid-of-other").exists())
+    processes = [deaf.pid, int((tmp_path / "bin" / "pid-of-other").read_text())]
+    assert alive(processes) == processes
+    start = time.monotonic()
+    made.close()
+    assert time.monotonic() - start < 4
+    assert deaf.calls == ["said"], "it was asked first"
+    wait_for(lambda: not alive(processes))
 
 
 def test_spares_that_share_are_not_used_after_its_end(shared: Sharing, server: FakeServer) -> None:
