@@ -97,8 +97,10 @@ def campaign(
     run = run_command(plan, tuple(kernels), workers, seed=0)
     if KEPT is not None:
         number = len(list(KEPT.glob("run-*.json"))) + 1
-        figures = {"wall": run.wall, "first": run.first, "busy": run.busy, "peak": run.peak, "judged": run.judged}
+        figures = {name: getattr(run, name) for name in ("wall", "first", "busy", "peak", "core", "judged")}
         (KEPT / f"run-{number}.json").write_text(json.dumps({**figures, "result": run.result}), encoding="utf-8")
+    if run.core is not None:
+        say(f"a piece of work took {run.core:.3g} ms of a core meanwhile")
     if (shared := run.result.get("shared_gpu")) is not None:
         say(msgspec.convert(shared, SharedGpu).describe())
     counted = unknown(run)
@@ -236,6 +238,10 @@ def soaked(device: Device, seconds: float) -> Iterable[Row]:
     if device == "cuda":
         compiled(device, KERNELS[device][:1])
     result = soak.measure(Plan(device, KERNELS[device][:1], ("auto",), seconds, 1, False, say))
+    if KEPT is not None:
+        (KEPT / "soak.json").write_text(json.dumps(result), encoding="utf-8")
+    core = result["figures"]["core"]
+    say(f"a piece of work took {core['first']:.3g} ms of a core in the first third, {core['last']:.3g} in the last")
     for name, limit in (("coordinator", soak.MEMORY), ("memory", soak.MEMORY), ("rate", soak.RATE)):
         yield Row("soak", f"drift of {name}, %", 100 * abs(result["figures"][name]["drift"]), most=100 * limit)
     yield Row("soak", "processes left behind", result["orphans"], most=0)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.benchmarks import FOLDER, loaded
+from support.engine import wait_for
 
 from attnfuzz.harness.campaign.corpus import Corpus
 from attnfuzz.harness.campaign.settings import PROFILES, Settings
@@ -227,7 +228,7 @@ def samples(count: int = 30, rate: float = 10.0, last_rate: float = 10.0, leak: 
     sample, cases, taken = part("soak").Sample, 0.0, []
     for at in range(count):
         cases += 0 if at < 2 else rate if at < 20 else last_rate
-        taken.append(sample(float(at), int(cases), 3, 100 << 20, (900 << 20) + leak * at, 800 << 20))
+        taken.append(sample(float(at), int(cases), 3, 100 << 20, (900 << 20) + leak * at, 800 << 20, 2.0 + (at >= 20)))
     return taken
 
 
@@ -235,6 +236,7 @@ def test_a_steady_campaign_is_right() -> None:
     result = part("soak").judged(samples(), 0)
     assert result["wrong"] == []
     assert result["figures"]["rate"] == {"first": 10.0, "last": 10.0, "drift": 0.0}
+    assert result["figures"]["core"] == {"first": 2.0, "last": 3.0, "drift": 0.5}, "of the machine: it is shown, and has no limit"
     assert result["cases"] == 280
 
 
@@ -251,6 +253,15 @@ def test_a_drift_is_wrong(changed: dict[str, Any], orphans: int, expected: str) 
     wrong = part("soak").judged(samples(**changed), orphans)["wrong"]
     assert len(wrong) == 1
     assert wrong[0].startswith(expected)
+
+
+def test_a_piece_of_work_takes_time_of_a_core_and_waits_are_left_out() -> None:
+    core = part("core")
+    assert 0 < core.piece_of_work() < 1000
+    with core.Core() as taken:
+        begin = time.monotonic()
+        wait_for(lambda: taken.between(begin, time.monotonic()))
+    assert taken.between(0.0, begin) is None
 
 
 def test_a_soak_that_is_too_short_says_so() -> None:

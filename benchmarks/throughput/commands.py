@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from throughput.campaigns import NotMeasured
+from throughput.core import Core
 from throughput.gpu import Gpu
 from throughput.plan import Plan
 from throughput.processes import Session
@@ -25,7 +26,8 @@ _PATIENCE = 1800.0
 class Finished:
     """One run of the command: its JSON, its seconds until its first drawn Case was judged and until its end, what its GPU did.
 
-    Its folder of Cases is empty at first, so that all of its Cases are drawn ones.
+    Its folder of Cases is empty at first, so that all of its Cases are drawn ones. `core`: milliseconds that a piece of work took
+    of a core, from the first Case on.
     """
 
     result: dict[str, Any]
@@ -33,6 +35,7 @@ class Finished:
     wall: float
     busy: float | None = None
     peak: float | None = None
+    core: float | None = None
     judged: tuple[tuple[float, int], ...] = ()
     """Seconds since the start, and drawn Cases judged by then, some times a second from the first one to the last."""
 
@@ -59,7 +62,7 @@ def run_command(plan: Plan, kernels: tuple[str, ...], workers: str, seed: int) -
         options = plan.options(workers, budget=f"{plan.seconds}s", seed=str(seed), device=plan.device, out=str(folder / "out"))
         words = [word for name, text in options.items() for word in (f"--{name}", text)]
         command = [sys.executable, "-P", str(_COMMAND), str(folder / "judged"), "run", *kernels, "--json", *words, *plan.more]
-        with Gpu(plan.device == "cuda") as gpu, Session(command, folder, caches) as session:
+        with Core() as core, Gpu(plan.device == "cuda") as gpu, Session(command, folder, caches) as session:
             session.wait(plan.seconds + _PATIENCE)
             end = session.ended or time.monotonic()
         judged = judged_cases(folder / "judged")
@@ -74,6 +77,7 @@ def run_command(plan: Plan, kernels: tuple[str, ...], workers: str, seed: int) -
             wall=end - session.started,
             busy=None if first is None else gpu.busy(first, end),
             peak=gpu.peak,
+            core=None if first is None else core.between(first, end),
             judged=tuple((at - session.started, count) for at, count in judged),
         )
 

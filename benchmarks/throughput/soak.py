@@ -2,6 +2,7 @@
 
 Compared are the first and the last third of the time from the first Case to the end: memory of the coordinator and of all
 processes together must agree within 5 %, Cases a second within 10 %. When the campaign is over, none of its processes may live.
+Beside them is the time of a core for a piece of work: where that drifts, the machine was slower or faster, not the campaign.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from throughput.campaigns import LogFile, NotMeasured, campaign
+from throughput.core import piece_of_work
 from throughput.plan import Plan
 from throughput.processes import Session
 from throughput.tables import Column, Sheet
@@ -33,7 +35,7 @@ _MIB = 1 << 20
 class Sample:
     """One look at the campaign: seconds since its start, Cases so far, processes, and bytes of memory.
 
-    `largest`: of the processes other than the coordinator.
+    `largest`: of the processes other than the coordinator. `core`: milliseconds of a core for a piece of work.
     """
 
     at: float
@@ -42,6 +44,7 @@ class Sample:
     coordinator: int
     total: int
     largest: int
+    core: float
 
 
 def measure(plan: Plan) -> dict[str, Any]:
@@ -59,7 +62,8 @@ def measure(plan: Plan) -> dict[str, Any]:
         "kernels": list(plan.kernels), "workers": plan.workers_here[-1], "caches": plan.caches, "orphans": orphans,
         "failures": result.get("failures", []),
         "replaced": replaced, **judged(samples, orphans),
-        "samples": [[each.at, each.cases, each.processes, each.coordinator, each.total, each.largest] for each in samples],
+        "samples": [[each.at, each.cases, each.processes, each.coordinator, each.total, each.largest, each.core]
+                    for each in samples],
     }  # fmt: skip
 
 
@@ -76,7 +80,8 @@ def _samples(session: Session, log: LogFile, seconds: float, say: Callable[[str]
         # Its end: what is left of it is no sample.
         if memory.first and session.running:
             largest = max(memory.others.values(), default=0)
-            samples.append(Sample(now, len(cases), 1 + len(memory.others), memory.first, memory.total, largest))
+            processes = 1 + len(memory.others)
+            samples.append(Sample(now, len(cases), processes, memory.first, memory.total, largest, piece_of_work()))
         if now - said > _SAY_EVERY:
             said = now
             say(f"soak: {now:.0f} s, {len(cases)} Cases, {memory.total / _MIB:,.0f} MiB in {1 + len(memory.others)} processes")
@@ -109,6 +114,7 @@ def judged(samples: Sequence[Sample], orphans: int) -> dict[str, Any]:
         "memory": _of(first, last, lambda part: statistics.median(each.total for each in part) / _MIB),
         "rate": _of(first, last, lambda part: (part[-1].cases - part[0].cases) / (part[-1].at - part[0].at)),
         "processes": _of(first, last, lambda part: statistics.median(each.processes for each in part)),
+        "core": _of(first, last, lambda part: statistics.median(each.core for each in part)),
     }
     limits = {"coordinator": MEMORY, "memory": MEMORY, "rate": RATE}
     wrong = [
@@ -133,12 +139,13 @@ def _of(first: Sequence[Sample], last: Sequence[Sample], value: Callable[[Sequen
 def sheets(result: dict[str, Any]) -> list[Sheet]:
     """Return the table of drifts."""
     titles = {"coordinator": "MiB of the coordinator", "memory": "MiB of all processes", "rate": "Cases a second",
-              "processes": "processes"}  # fmt: skip
+              "processes": "processes",
+              "core": "ms of a core for a piece of work"}  # fmt: skip
     limits = {"coordinator": MEMORY, "memory": MEMORY, "rate": RATE}
     rows = [{"what": titles[name], **{key: 100 * value if key == "drift" else value for key, value in figures.items()},
              "limit": 100 * limits[name] if name in limits else None} for name, figures in result["figures"].items()]  # fmt: skip
     columns = [
-        Column("what", "what"), Column("first", "first third", ".1f"), Column("last", "last third", ".1f"),
+        Column("what", "what"), Column("first", "first third", ".4g"), Column("last", "last third", ".4g"),
         Column("drift", "drift %", "+.1f"), Column("limit", "limit %", ".0f"), Column("slope", "an hour", "+,.1f"),
     ]  # fmt: skip
     sentence = (
