@@ -156,8 +156,8 @@ class Supervisor:
     def kill(self, running: Running, why: str = "a task was ended that was at work") -> None:
         """End a task that is not wanted any more, and its child; `why`: the reason if that ends the sharing of the GPU."""
         if running.child.shares:
-            # The end of a process whose kernel does not end breaks the GPU for those that share it. The end of a budget comes here
-            # as well: all workers end their children at once then, and would wait for the server's end.
+            # The end of a process whose kernel does not end breaks the GPU for those that share it. The end of a budget comes
+            # here as well: all workers end their children at once then, and would wait for the server's end.
             self._forkserver.end_sharing(why, quits=False)
         self._children.discard(running.child)
 
