@@ -83,7 +83,7 @@ class Sharing:
         Args:
             why: in words.
             cases: what was at work, as JSON.
-            quits: whether the server ends; else it is left to `close`, where the others can be told without.
+            quits: whether the server ends; else that is left to `close`, unless the others cannot know of it otherwise.
         """
         first, self._over = not self._over, True
         try:
