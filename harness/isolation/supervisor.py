@@ -27,6 +27,9 @@ _USAGE_TICK, _LATE_TICK = 0.5, 0.1
 _LONG_PAUSE = 5.0
 _AFTER_SHARING = 10.0
 """Seconds after the end of sharing in which a task may end whose child shares the GPU: it may wait for a server that is gone."""
+_TO_END = 3.0
+"""Seconds beyond its time in which a task may end whose child shares the GPU: a batch takes one. What a process that is killed
+leaves undone on the GPU may leave the server in any state, by NVIDIA's documentation of MPS ("Client Early Termination")."""
 _SWEEP_EVERY = 50
 """Tasks after which processes that children left behind are killed, even if no child died."""
 
@@ -117,6 +120,8 @@ class Supervisor:
     def finish(self, running: Running, until: float | None = None) -> Outcome | None:
         """Wait for the outcome of a task that `begin` sent; None: it has not ended by `until` (time.monotonic), and was killed.
 
+        Where its child shares the GPU, it has a few seconds more.
+
         Raises:
             ChildError: a child process cannot be started.
         """
@@ -132,7 +137,7 @@ class Supervisor:
             outcome = self._outcome(running, ready)
             if outcome is not None:
                 return outcome
-            if until is not None and time.monotonic() >= until:
+            if until is not None and time.monotonic() >= until + (_TO_END if running.child.shares else 0.0):
                 self.kill(running, "the time of a task was over")
                 self._count(running)
                 return None

@@ -285,7 +285,20 @@ def test_the_reason_names_what_was_run_the_time_and_the_place(count: int, config
     assert re.fullmatch(expected, ended.why), ended.why
 
 
-def test_sharing_ends_before_a_task_at_work_is_ended(shared: Sharing, server: FakeServer) -> None:
+def test_a_task_whose_time_is_over_may_end_for_some_seconds(shared: Sharing, server: FakeServer) -> None:
+    with closing(Supervisor(Forkserver(["json"], shared.variables), memory=1 << 29)) as supervisor:
+        supervisor.run(task("echo"))
+        assert supervisor.finish(supervisor.begin(task("nap", seconds=0.5)), until=time.monotonic()) is not None
+        assert shared.on()
+        shared.end("planted")
+        supervisor.run(task("echo"))
+        assert supervisor.finish(supervisor.begin(task("nap", seconds=20.0)), until=time.monotonic()) is None, "it has the GPU"
+
+
+def test_sharing_ends_before_a_task_at_work_is_ended(
+    shared: Sharing, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_TO_END", 0.3)
     with closing(Supervisor(Forkserver(["json"], shared.variables), memory=1 << 29)) as supervisor:
         running = supervisor.begin(task("dies", how="loop"))
         assert supervisor.finish(running, until=time.monotonic() + 0.3) is None
