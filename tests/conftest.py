@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.order import spread
-from support.slow import SLOW, named
+from support.slow import is_slow
 
 pytest_plugins = ["pytester"]
 
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     asked = config.getoption("-m") or ""
     for item in items:
-        if named(item.nodeid) in SLOW:
+        if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

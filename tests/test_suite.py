@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from support.order import LONG, spread
-from support.slow import SLOW, named
+from support.slow import SLOW, THINNED, is_slow, named
 
 
 def test_every_test_called_slow_or_long_by_name_exists(request: pytest.FixtureRequest) -> None:
     found = {named(each.nodeid) for each in request.session.items}
     # Parameters of long tests may be those of a GPU node alone.
     found |= {each.partition("[")[0] for each in found}
-    wanted = {*SLOW, *(each.partition("[")[0] for each in LONG)}
+    wanted = {*SLOW, *THINNED, *(each.partition("[")[0] for each in LONG)}
     files = {each.partition("::")[0] for each in found}
     # Of a part of the suite, those of the files that it has whole.
     if len(files) < 50 or any("::" in each for each in request.config.args):
@@ -23,6 +23,10 @@ def test_every_test_called_slow_or_long_by_name_exists(request: pytest.FixtureRe
     skipped = {each.name for each in Path(__file__).parent.rglob("test_*.py")} - files
     missing = {each for each in wanted - found if each.partition("::")[0] not in skipped}
     assert not missing, sorted(missing)
+    for name, every in THINNED.items():
+        alike = [each for each in found if each.startswith(f"{name}[")]
+        kept = [each for each in alike if not is_slow(each)]
+        assert not alike or len(alike) / (2 * every) <= len(kept) < len(alike), (name, len(alike), len(kept))
 
 
 @dataclass
