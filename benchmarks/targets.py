@@ -242,6 +242,7 @@ def soaked(device: Device, seconds: float) -> Iterable[Row]:
         (KEPT / "soak.json").write_text(json.dumps(result), encoding="utf-8")
     core = result["figures"]["core"]
     say(f"a piece of work took {core['first']:.3g} ms of a core in the first third, {core['last']:.3g} in the last")
+    say(f"the rate at equal speed of a core drifts by {result['figures']['pace']['drift']:+.1%}")
     for name, limit in (("coordinator", soak.MEMORY), ("memory", soak.MEMORY), ("rate", soak.RATE)):
         yield Row("soak", f"drift of {name}, %", 100 * abs(result["figures"][name]["drift"]), most=100 * limit)
     yield Row("soak", "processes left behind", result["orphans"], most=0)

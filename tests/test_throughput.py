@@ -237,6 +237,7 @@ def test_a_steady_campaign_is_right() -> None:
     assert result["wrong"] == []
     assert result["figures"]["rate"] == {"first": 10.0, "last": 10.0, "drift": 0.0}
     assert result["figures"]["core"] == {"first": 2.0, "last": 3.0, "drift": 0.5}, "of the machine: it is shown, and has no limit"
+    assert result["figures"]["pace"] == {"first": 20.0, "last": 30.0, "drift": 0.5}, "as many Cases on slower cores"
     assert result["cases"] == 280
 
 

@@ -2,7 +2,7 @@
 
 Compared are the first and the last third of the time from the first Case to the end: memory of the coordinator and of all
 processes together must agree within 5 %, Cases a second within 10 %. When the campaign is over, none of its processes may live.
-Beside them is the time of a core for a piece of work: where that drifts, the machine was slower or faster, not the campaign.
+Beside them is the time of a core for a piece of work: where that drifts, the machine was slower or faster, and the rate with it.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ def judged(samples: Sequence[Sample], orphans: int) -> dict[str, Any]:
         "processes": _of(first, last, lambda part: statistics.median(each.processes for each in part)),
         "core": _of(first, last, lambda part: statistics.median(each.core for each in part)),
     }
+    rate, core = figures["rate"], figures["core"]
+    figures["pace"] = _drift(*(rate[part] * core[part] for part in ("first", "last")))
     limits = {"coordinator": MEMORY, "memory": MEMORY, "rate": RATE}
     wrong = [
         f"{name}: {figures[name]['first']:.4g} in the first third, {figures[name]['last']:.4g} in the last: "
@@ -132,7 +134,10 @@ def judged(samples: Sequence[Sample], orphans: int) -> dict[str, Any]:
 
 
 def _of(first: Sequence[Sample], last: Sequence[Sample], value: Callable[[Sequence[Sample]], float]) -> dict[str, float]:
-    begin, end = value(first), value(last)
+    return _drift(value(first), value(last))
+
+
+def _drift(begin: float, end: float) -> dict[str, float]:
     return {"first": begin, "last": end, "drift": end / begin - 1 if begin else float("inf") if end else 0.0}
 
 
@@ -140,7 +145,7 @@ def sheets(result: dict[str, Any]) -> list[Sheet]:
     """Return the table of drifts."""
     titles = {"coordinator": "MiB of the coordinator", "memory": "MiB of all processes", "rate": "Cases a second",
               "processes": "processes",
-              "core": "ms of a core for a piece of work"}  # fmt: skip
+              "core": "ms of a core for a piece of work", "pace": "Cases in the time of 1,000 pieces of work"}  # fmt: skip
     limits = {"coordinator": MEMORY, "memory": MEMORY, "rate": RATE}
     rows = [{"what": titles[name], **{key: 100 * value if key == "drift" else value for key, value in figures.items()},
              "limit": 100 * limits[name] if name in limits else None} for name, figures in result["figures"].items()]  # fmt: skip
