@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from throughput import rivals, soak
 from throughput.campaigns import NotMeasured
-from throughput.cli import spread
+from throughput.cli import end, spread
 from throughput.commands import Finished, run_command
 from throughput.plan import KERNELS, Plan
 from throughput.processes import cold_caches
@@ -311,8 +312,17 @@ def main(
 ) -> None:
     """Measure, and print a table of what is reached."""
     global KEPT, OPTIONS
+    try:
+        split = [tuple(shlex.split(text)) for text in options or ("",)]
+    except ValueError as error:
+        raise click.BadParameter(f"{error}; write them as in a shell", param_hint="--options") from None
     if runs is not None:
-        runs.mkdir(parents=True, exist_ok=True)
+        try:
+            runs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.BadParameter(
+                f"{runs}: {error.strerror}; name a folder that can be written", param_hint="--runs"
+            ) from None
     KEPT = runs
     where = resolve_device(device)
     if lists:
@@ -327,8 +337,8 @@ def main(
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="targets-", ignore_cleanup_errors=True) as folder:
         os.environ.update(cold_caches(Path(folder)))
-        for text in options or ("",):
-            OPTIONS = tuple(shlex.split(text))
+        for words, text in zip(split, options or ("",), strict=True):
+            OPTIONS = words
             for row in measured(where, only or [name for name in PARTS[where] if name != "soak"]):
                 rows.append(replace(row, options=text))
                 say(f"{row.part}: {row.what}: {row.measured} ({row.wanted}) {text}".rstrip())
@@ -349,8 +359,11 @@ def show(rows: Sequence[Row]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, end)
     try:
         main(spread(sys.argv[1:]), standalone_mode=False)
+    except click.Abort:
+        sys.exit(130)
     except (BadArgument, click.ClickException) as error:
         click.echo(f"error: {error.format_message() if isinstance(error, click.ClickException) else error}", err=True)
         sys.exit(2)

@@ -69,6 +69,16 @@ def test_an_unknown_part_is_refused_with_those_there_are(targets: ModuleType) ->
     assert "cold: All kernels, empty caches" in CliRunner().invoke(targets.main, ["--device", "cpu", "--list"]).output
 
 
+@pytest.mark.parametrize(
+    ("words", "why"), [(["--options", '"a'], "No closing quotation"), (["--runs", "{file}/x"], "Not a directory")]
+)
+def test_wrong_words_are_refused(targets: ModuleType, words: list[str], why: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = [each.format(file=tmp_path / "file") for each in words]
+    result = CliRunner().invoke(targets.main, ["--device", "cpu", "--only", "rates", *words])
+    assert (result.exit_code, why in result.output) == (2, True)
+
+
 def test_more_options_are_of_the_runs_that_are_measured_alone_and_each_in_turn(
     targets: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

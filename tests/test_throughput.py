@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 import pytest
 import torch
 from support.benchmarks import FOLDER, loaded
@@ -34,6 +35,18 @@ def part(name: str) -> ModuleType:
     """A module of benchmarks/throughput/."""
     loaded("throughput")
     return importlib.import_module(f"throughput.{name}")
+
+
+@pytest.mark.parametrize("words", [["--only"], ["--only", "--device", "cpu"], ["--workers", "2", "--only"]])
+def test_an_option_without_a_word_is_left_for_click_to_refuse(words: list[str]) -> None:
+    assert part("cli").spread(words) == words
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"soak": [1]}', '{"soak": {"figures": {}}}', '{"engine": 5}'])
+def test_a_file_that_is_no_result_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(click.BadParameter, match=r"nothing was measured|not what --json has written"):
+        part("cli").main(["--read", str(tmp_path / "x.json")], standalone_mode=False)
 
 
 def test_an_option_takes_several_words() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from throughput.campaigns import NotMeasured
 from throughput.plan import Plan, runnable
 from throughput.tables import Sheet
 
-__all__ = ["PARTS", "main", "run", "spread"]
+__all__ = ["PARTS", "end", "main", "run", "spread"]
 
 PARTS = ("engine", "stages", "rivals", "growth")
 SEVERAL = ("--only", "--kernel", "--workers")
@@ -32,14 +33,17 @@ SEVERAL = ("--only", "--kernel", "--workers")
 def spread(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with an option that takes several words written once for each of them."""
     words: list[str] = []
-    option = None
-    for each in arguments:
+    option, given = None, True
+    for each in (*arguments, "-"):
         if each.startswith("-"):
-            option = each if each in SEVERAL else None
+            # One without a word is left for click to refuse.
+            words += [option] if option and not given else []
+            option, given = each if each in SEVERAL else None, False
             words += [] if option else [each]
         else:
+            given = True
             words += [option, each] if option else [each]
-    return words
+    return words[:-1]
 
 
 def part(name: str) -> Any:
@@ -73,8 +77,11 @@ def main(
     if read_file is not None:
         try:
             measured = json.loads(read_file.read_text(encoding="utf-8"))
-        except ValueError as error:
+            sheets_of(measured)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise click.BadParameter(f"{read_file}: it is not what --json has written ({error})", param_hint="--read") from None
+        if not measured:
+            raise click.BadParameter(f"{read_file}: nothing was measured", param_hint="--read")
     else:
         where = resolve_device(device)
         chosen, refused = runnable(kernels, where)
@@ -131,10 +138,18 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
+def end(*_: object) -> None:
+    """Handle SIGTERM as Ctrl-C: what was started is ended first."""
+    raise KeyboardInterrupt
+
+
 def run(arguments: Callable[[], Sequence[str]] = lambda: sys.argv[1:]) -> None:
     """Run the command; what is wrong with its use is one line and exit code 2."""
+    signal.signal(signal.SIGTERM, end)
     try:
         main(spread(arguments()), standalone_mode=False)
+    except click.Abort:
+        sys.exit(130)
     except (BadArgument, NotMeasured, click.ClickException) as error:
         click.echo(f"error: {error.format_message() if isinstance(error, click.ClickException) else error}", err=True)
         sys.exit(2)

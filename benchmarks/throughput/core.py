@@ -1,6 +1,6 @@
-"""How fast the cores of the machine are while a command runs: the same node may be a third slower for minutes.
+"""How fast the cores of the machine are while a command runs.
 
-Other machines of its host share its processors and caches, which neither its load nor its clocks show.
+A virtual machine shares its host with others, so that a rate may change where nothing of the command has.
 """
 
 from __future__ import annotations

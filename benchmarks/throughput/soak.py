@@ -150,7 +150,7 @@ def sheets(result: dict[str, Any]) -> list[Sheet]:
     rows = [{"what": titles[name], **{key: 100 * value if key == "drift" else value for key, value in figures.items()},
              "limit": 100 * limits[name] if name in limits else None} for name, figures in result["figures"].items()]  # fmt: skip
     columns = [
-        Column("what", "what"), Column("first", "first third", ".4g"), Column("last", "last third", ".4g"),
+        Column("what", "what"), Column("first", "first third", ",.5g"), Column("last", "last third", ",.5g"),
         Column("drift", "drift %", "+.1f"), Column("limit", "limit %", ".0f"), Column("slope", "an hour", "+,.1f"),
     ]  # fmt: skip
     sentence = (

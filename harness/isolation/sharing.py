@@ -83,7 +83,7 @@ class Sharing:
         Args:
             why: in words.
             cases: what was at work, as JSON.
-            quits: whether the server ends; else that is left to `close`, unless the others cannot know of it otherwise.
+            quits: whether the server ends now; else `close` ends it. On a full disk it ends now in any case.
         """
         first, self._over = not self._over, True
         try:
@@ -112,7 +112,7 @@ class Sharing:
             return SharingEnd(time.monotonic(), "it is not known why")
 
     def close(self) -> None:
-        """End the server that this process has started, which has no client any more."""
+        """End the server that this process has started, once no process of the campaign needs it."""
         if self._process is None:
             return
         self._over = True
@@ -122,10 +122,7 @@ class Sharing:
             try:
                 self._process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                # The processes that it has started are in its group.
-                with contextlib.suppress(OSError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+                _kill(self._process)
 
     def _quit(self, seconds: float) -> None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -136,8 +133,17 @@ class Sharing:
                 stderr=subprocess.DEVNULL,
                 timeout=seconds,
                 check=False,
-                env={**os.environ, **self.variables},
+                env={**os.environ, **self._marks(), **self.variables},
             )
+
+    def _marks(self) -> dict[str, str]:
+        """Return the variables by which the reaper of the campaign knows its processes: this one may be killed meanwhile."""
+        try:
+            return {
+                str(name): str(value) for name, value in json.loads((self.folder / _OURS).read_text(encoding="utf-8")).items()
+            }
+        except (OSError, ValueError, AttributeError):
+            return {}
 
 
 def obstacle() -> str | None:
@@ -184,13 +190,20 @@ def start(folder: Path, variables: Mapping[str, str], usable: Sequence[str]) -> 
     end = time.monotonic() + _START_SECONDS
     while process.poll() is None and time.monotonic() < end:
         if (folder / _SOCKET).exists():
-            (folder / _OURS).touch()
+            (folder / _OURS).write_text(json.dumps(dict(variables)), encoding="utf-8")
             return Sharing(folder, process)
         time.sleep(_TICK)
     ending = f"ended with exit code {process.returncode}" if process.returncode is not None else "did not start"
-    process.kill()
-    process.wait()
+    _kill(process)
     raise NotShared(f"{CONTROL} {ending} within {_START_SECONDS:.0f} s")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a server with what it has started in its group; the rest has the mark of the run. One inside a driver is left."""
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_QUIT_SECONDS)
 
 
 def leave() -> None:

@@ -310,6 +310,7 @@ def test_sharing_ends_before_a_task_at_work_is_ended(
 
 
 DEAF = """#!/bin/sh
+trap '' TERM
 if [ "$1" = -f ]; then
     echo $$ > "$(dirname "$0")/pid"
     touch "$CUDA_MPS_PIPE_DIRECTORY/control"
@@ -317,8 +318,20 @@ if [ "$1" = -f ]; then
     echo $! > "$(dirname "$0")/pid-of-other"
     wait
 else
-    echo said >> "$(dirname "$0")/calls"
+    echo "said by ${ATTNFUZZ_RUN-no run}" >> "$(dirname "$0")/calls"
     exec sleep 62
+fi
+"""
+SLOW_TO_END = """#!/bin/sh
+here=$(dirname "$0")
+if [ "$1" = -f ]; then
+    echo $$ > "$here/pid"
+    touch "$CUDA_MPS_PIPE_DIRECTORY/control"
+    while [ -e "$CUDA_MPS_PIPE_DIRECTORY/control" ]; do sleep 0.05; done
+    sleep 0.4
+    echo ended >> "$here/calls"
+else
+    rm -f "$CUDA_MPS_PIPE_DIRECTORY/control"
 fi
 """
 
@@ -327,16 +340,41 @@ def test_a_server_that_does_not_answer_is_killed_with_what_it_has_started(
     server: FakeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deaf = FakeServer(tmp_path / "bin", monkeypatch, DEAF)
-    monkeypatch.setattr(sharing, "_CLOSE_SECONDS", 0.4)
-    made = sharing.start(folder, {}, [])
+    made = sharing.start(folder, {reaper.MARK: "a run"}, [])
     wait_for(lambda: (tmp_path / "bin" / "pid-of-other").exists())
     processes = [deaf.pid, int((tmp_path / "bin" / "pid-of-other").read_text())]
     assert alive(processes) == processes
     start = time.monotonic()
     made.close()
-    assert time.monotonic() - start < 4
-    assert deaf.calls == ["said"], "it was asked first"
+    assert time.monotonic() - start < 3.5
+    assert deaf.calls == ["said by a run"], "it was asked first"
     wait_for(lambda: not alive(processes))
+
+
+def test_a_server_that_takes_its_time_to_end_is_not_killed(
+    server: FakeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = FakeServer(tmp_path / "bin", monkeypatch, SLOW_TO_END)
+    sharing.start(folder, {}, []).close()
+    assert slow.calls == ["ended"]
+
+
+def test_the_end_of_a_server_that_cannot_be_killed_is_not_waited_for(
+    server: FakeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(pid: int, _: int) -> None:
+        refusals.append(pid)
+        raise PermissionError
+
+    refusals: list[int] = []
+    deaf = FakeServer(tmp_path / "bin", monkeypatch, DEAF)
+    made = sharing.start(folder, {}, [])
+    monkeypatch.setattr(sharing, "_QUIT_SECONDS", 0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(sharing.os, "killpg", refused)
+        made.close()
+    assert refusals == [deaf.pid]
+    os.killpg(deaf.pid, signal.SIGKILL)
 
 
 def test_spares_that_share_are_not_used_after_its_end(shared: Sharing, server: FakeServer) -> None:
