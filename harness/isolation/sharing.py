@@ -190,7 +190,11 @@ def start(folder: Path, variables: Mapping[str, str], usable: Sequence[str]) -> 
     end = time.monotonic() + _START_SECONDS
     while process.poll() is None and time.monotonic() < end:
         if (folder / _SOCKET).exists():
-            (folder / _OURS).write_text(json.dumps(dict(variables)), encoding="utf-8")
+            try:
+                (folder / _OURS).write_text(json.dumps(dict(variables)), encoding="utf-8")
+            except OSError as error:
+                _kill(process)
+                raise NotShared(f"{folder}: {error.strerror}") from None
             return Sharing(folder, process)
         time.sleep(_TICK)
     ending = f"ended with exit code {process.returncode}" if process.returncode is not None else "did not start"

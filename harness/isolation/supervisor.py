@@ -28,7 +28,7 @@ _LONG_PAUSE = 5.0
 _AFTER_SHARING = 10.0
 """Seconds after the end of sharing in which a task may end whose child shares the GPU: it may wait for a server that is gone."""
 _TO_END = 3.0
-"""Seconds beyond its time in which a task may end whose child shares the GPU: a batch takes one. What a process that is killed
+"""Seconds beyond its time in which a task may end whose child shares the GPU; a batch takes about one. What a killed process
 leaves undone on the GPU may leave the server in any state, by NVIDIA's documentation of MPS ("Client Early Termination")."""
 _SWEEP_EVERY = 50
 """Tasks after which processes that children left behind are killed, even if no child died."""

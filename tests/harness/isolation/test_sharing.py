@@ -447,6 +447,12 @@ def test_why_there_is_no_server(folder: Path, tmp_path: Path, server: FakeServer
     monkeypatch.setattr(sharing, "_START_SECONDS", 0.3)
     with pytest.raises(NotShared, match="did not start"):
         sharing.start(folder.with_name("other"), {}, [])
+    full = FakeServer(tmp_path / "bin", monkeypatch, DEAF)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(NotShared, match="No space left"):
+            sharing.start(folder.with_name("full"), {}, [])
+    assert not alive([full.pid])
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NotShared, match="not on the PATH"):
         sharing.start(folder, {}, [])
