@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,9 +30,8 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).parent))
 
-from throughput import rivals, soak
+from throughput import cli, rivals, soak
 from throughput.campaigns import NotMeasured
-from throughput.cli import end, spread
 from throughput.commands import Finished, run_command
 from throughput.plan import KERNELS, Plan
 from throughput.processes import cold_caches
@@ -46,7 +44,6 @@ from attnfuzz.harness.gate.ledger import read_ledger
 from attnfuzz.harness.gate.result import Finding
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.kernels.contract import Device
-from attnfuzz.kernels.errors import BadArgument
 
 ROOT = Path(__file__).parent.parent
 INTERPRETED, COMPILED = "triton.varlen", "tilelang.gqa.split"
@@ -359,11 +356,4 @@ def show(rows: Sequence[Row]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, end)
-    try:
-        main(spread(sys.argv[1:]), standalone_mode=False)
-    except click.Abort:
-        sys.exit(130)
-    except (BadArgument, click.ClickException) as error:
-        click.echo(f"error: {error.format_message() if isinstance(error, click.ClickException) else error}", err=True)
-        sys.exit(2)
+    cli.run(main)

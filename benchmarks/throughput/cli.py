@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from throughput.campaigns import NotMeasured
 from throughput.plan import Plan, runnable
 from throughput.tables import Sheet
 
-__all__ = ["PARTS", "end", "main", "run", "spread"]
+__all__ = ["PARTS", "main", "run", "spread"]
 
 PARTS = ("engine", "stages", "rivals", "growth")
 SEVERAL = ("--only", "--kernel", "--workers")
@@ -138,16 +138,16 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def end(*_: object) -> None:
+def _end(*_: object) -> None:
     """Handle SIGTERM as Ctrl-C: what was started is ended first."""
     raise KeyboardInterrupt
 
 
-def run(arguments: Callable[[], Sequence[str]] = lambda: sys.argv[1:]) -> None:
-    """Run the command; what is wrong with its use is one line and exit code 2."""
-    signal.signal(signal.SIGTERM, end)
+def run(command: click.Command = main) -> None:
+    """Run a command; what is wrong with its use is one line and exit code 2."""
+    signal.signal(signal.SIGTERM, _end)
     try:
-        main(spread(arguments()), standalone_mode=False)
+        command(spread(sys.argv[1:]), standalone_mode=False)
     except click.Abort:
         sys.exit(130)
     except (BadArgument, NotMeasured, click.ClickException) as error:

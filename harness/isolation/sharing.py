@@ -32,7 +32,7 @@ _LONGEST_PATH = 107
 _USUAL = Path("/tmp/nvidia-mps")
 _START_SECONDS, _QUIT_SECONDS, _DEVICE_SECONDS = 2.0, 5.0, 5.0
 _CLOSE_SECONDS = 2.0
-"""A server without clients ends at once, or not at all: on an H200 one did not answer for 15 s, and was gone once killed."""
+"""Where it ends at all, it does so at once: runs on an H200 were over 15 s late, most likely by servers that did not answer."""
 _TICK = 0.01
 
 
