@@ -2,8 +2,8 @@
 
 Workers and their children work at the same time, so there are two accounts, and each adds up to the time of the workers' turns.
 A worker asks its campaign, waits for Cases that are drawn, writes the journal, waits for its child, shrinks. Its child goes
-through the stages of a trial; the pipe is what else lies between sending Cases and their outcome, and the rest of the time it is
-idle, or there is none yet. A second table has the child's stages by the check of the Case.
+through the stages of a trial; the rest of the time it reads Cases and writes Verdicts, is idle, or there is none yet. A second
+table has the child's stages by the check of the Case.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def accounts(run: Finished, workers: int) -> list[dict[str, Any]]:
         raise NotMeasured(f"no turn with a Case came to its end in {run.wall:.1f} s")
     wall = sum(worker.values())
     child = {stage: stages[stage] for stage in STAGES}
-    child |= {"pipe": worker["trial"] - sum(child.values()), "shrink": worker["shrink"]}
-    child["idle, or none"] = wall - sum(child.values())
+    child |= {"shrink": worker["shrink"]}
+    child["pipe, idle, or none"] = wall - sum(child.values())
     after = run.wall - (run.first or 0.0)
     of_run = {
         "cases": cases, "batch": cases / times["batches"], "children": times["children"], "rate": cases / after,
@@ -91,7 +91,7 @@ def sheets(rows: list[dict[str, Any]]) -> list[Sheet]:
         groups.setdefault((row["kernel"], row["workers"], row["caches"]), []).append(row)
     note = (
         "ms a Case: of all workers together. Worker and child work at the same time: each side adds up to the time of the turns. "
-        "pipe: from sending Cases to their outcome, less the child's stages."
+        "pipe: reading Cases and writing Verdicts."
     )
     sheets = []
     for (kernel, workers, caches), group in groups.items():

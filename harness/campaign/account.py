@@ -23,8 +23,8 @@ Step = Literal["turn", "campaign", "draw", "journal", "start", "trial", "shrink"
 
 turn: waits for its next turn, the time in which there is nothing to try until a compile ends included. campaign: asks the
 coordinator other questions and waits for the answers, and reports to it. draw: waits for a round that is being drawn. journal:
-writes it. start: waits for a new child process. trial: waits for a child, from sending Cases to their outcome. shrink: all of
-the above while a finding is open. other: the rest.
+writes it. start: waits for a new child process. trial: waits for a child that has Cases. shrink: all of the above while a finding
+is open. other: the rest.
 """
 STEPS: tuple[Step, ...] = get_args(Step)
 STAGES = ("compile", "inputs", "kernel", "oracle", "judge")

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from attnfuzz.harness.campaign.account import Account
 from attnfuzz.harness.campaign.clocks import ReplayClock, TrialClock
@@ -24,11 +24,12 @@ from attnfuzz.harness.campaign.supply import Supply
 from attnfuzz.harness.campaign.worker_link import Campaign, Turn, TurnEnd
 from attnfuzz.harness.isolation.disturbances import Disturbances
 from attnfuzz.harness.isolation.outcomes import OutOfTime
+from attnfuzz.harness.isolation.statistics import Statistics
 from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.harness.trial.supports import why_not_case
-from attnfuzz.kernels.contract import Kernel
+from attnfuzz.kernels.contract import Device, Kernel
 from attnfuzz.strategies.case import Case, with_check
 
 __all__ = ["KernelRun"]
@@ -71,11 +72,36 @@ def _first(batch: Batch) -> Batch:
     return dataclasses.replace(batch, most=min(batch.most, _FIRST)) if batch.together else batch
 
 
-def _ran(runner: TrialRunner, cases: list[Case], known: set[Identity], *, together: bool) -> Iterator[tuple[Case, Verdict]]:
-    """Run drawn Cases and yield each with its Verdict; `together`: as a batch."""
-    if together and len(cases) > 1:
-        return runner.run_all(cases, "generate", known)
-    return runner.run_each(cases, "generate")
+def _ran(
+    runner: TrialRunner,
+    cases: Sequence[Case],
+    batch: Batch,
+    known: set[Identity],
+    take: Callable[[], list[Case]],
+    spent: Callable[[], bool],
+) -> Iterator[tuple[Case, Verdict]]:
+    """Run drawn Cases and yield each with its Verdict, one by one or as a batch.
+
+    After a batch, the Cases that `take` returns are sent at once, unless time is spent or a failure is not `known`, which is
+    shrunk first.
+    """
+    if not (batch.together and cases):
+        return runner.run_each(cases, "generate")
+    taken: list[Case] = []
+
+    def following(verdicts: Sequence[Verdict]) -> list[Case]:
+        new = any(each.identity not in known for verdict in verdicts for each in verdict.failures)
+        return [] if new or spent() else taken
+
+    return runner.run_all(cases, "generate", known, lambda: taken.extend(take()), following)
+
+
+def _takes(kernel: Kernel, device: Device, case: Case) -> bool:
+    return why_not_case(kernel, case, device) is None
+
+
+def _so_far(statistics: Statistics) -> tuple[int, tuple[float, ...], Disturbances]:
+    return statistics.replaced, tuple(statistics.recoveries), statistics.disturbances
 
 
 class KernelRun:
@@ -94,6 +120,7 @@ class KernelRun:
         self.clock, self._until = TrialClock(), context.end
         self._known, self._any = set[Identity](), False
         """Known failures, and whether any drawn Case has a Verdict."""
+        self._takes = functools.partial(_takes, kernel, context.settings.device)
         self._supply = _supply(kernel, plan, context, campaign)
         self._runner = TrialRunner(
             context.executor,
@@ -105,26 +132,28 @@ class KernelRun:
 
     def turn(self, turn: Turn) -> TurnEnd:
         """Try Cases until the turn's time is over or nothing can be tried; DeviceLost ends it, once it is kept."""
-        self._until, before = turn.until, self._statistics()
+        self._until, statistics = turn.until, self._context.executor.statistics
+        before = _so_far(statistics)
         self.clock.reset()
         self._supply.ask_again()
         self._context.executor.limit(self._context.end)
-        earlier, replays = list(turn.earlier), ReplayClock(turn.replay_seconds, self._context.executor.statistics)
+        earlier, replays = list(turn.earlier), ReplayClock(turn.replay_seconds, statistics)
         with self.clock.running():
             try:
                 while earlier and not self._spent() and not (earlier[0].stored and replays.over):
                     with replays.counting(earlier[0], self.clock):
                         self._try_earlier(earlier[0])
                     del earlier[0]
-                while not turn.only_earlier and not self._spent() and (self._try_next() or self._wait(turn.until)):
-                    pass
+                while self._runner.sent or (not turn.only_earlier and not self._spent()):
+                    if not (self._try_next() or self._wait(turn.until)):
+                        break
             except OutOfTime:
                 pass
             except DeviceLost as lost:
                 verdict = Verdict(status="fail", failures=(lost.failure,))
                 self._keep(lost.failure.identity, lost.case, verdict, shrinks=False)
                 raise
-        (replaced, recoveries, disturbances), now = before, self._statistics()
+        (replaced, recoveries, disturbances), now = before, _so_far(statistics)
         return TurnEnd(
             seconds=self.clock.seconds,
             ready=self._supply.ready,
@@ -151,17 +180,21 @@ class KernelRun:
     def _try_next(self) -> bool:
         """Try what can run, a batch at most; returns False where there is nothing."""
         batch = self._context.batch if self._any else _first(self._context.batch)
-        # In one process a round is drawn as it is asked for.
-        with self._account.step("draw" if self._context.settings.in_process else "other"):
-            waiting = self._supply.take(batch)
-        for case, verdict in _ran(self._runner, waiting, self._known, together=batch.together):
+        waiting = self._runner.sent or self._take(batch)
+        for case, verdict in _ran(self._runner, waiting, batch, self._known, self._take, self._spent):
             self._any = True
             self._examine(case, verdict)
             self._supply.tried(case)
             if not batch.together and self._spent():
                 break
-        self._supply.put_back()
+        if not self._runner.sent:
+            self._supply.put_back()
         return bool(waiting)
+
+    def _take(self, batch: Batch | None = None) -> list[Case]:
+        # In one process a round is drawn as it is asked for.
+        with self._account.step("draw" if self._context.settings.in_process else "other"):
+            return self._supply.take(batch or self._context.batch)
 
     def _wait(self, until: float | None) -> bool:
         """Wait for the round that is being drawn; returns False where none has come."""
@@ -172,7 +205,7 @@ class KernelRun:
         """Keep each failure of a drawn Case that is new."""
         if self._new_in(verdict) is None or self._campaign.over(self.kernel.name):
             return
-        if case.check != "oracle" and self._supported(with_check(case, "oracle")):
+        if case.check != "oracle" and self._takes(with_check(case, "oracle")):
             with contextlib.suppress(OutOfTime):
                 case, verdict = _by_oracle_alone(case, verdict, self._runner, self._campaign, self.plan.limits.length)
         self._keep_new(case, verdict)
@@ -218,13 +251,6 @@ class KernelRun:
         update = functools.partial(self._campaign.update, self.kernel.name, identity)
         minimiser = Minimiser(self.kernel, self._context.settings.device, ready, self.plan.limits, self._runner)
         minimiser.minimise(opened, self._context.shrink_seconds, update)
-
-    def _statistics(self) -> tuple[int, tuple[float, ...], Disturbances]:
-        statistics = self._context.executor.statistics
-        return statistics.replaced, tuple(statistics.recoveries), statistics.disturbances
-
-    def _supported(self, case: Case) -> bool:
-        return why_not_case(self.kernel, case, self._context.settings.device) is None
 
     def _spent(self) -> bool:
         return self._campaign.over(self.kernel.name) or (self._until is not None and time.monotonic() >= self._until)

@@ -102,6 +102,8 @@ class TrialRunner:
         self._account = account or Account(executor.statistics)
         self.memo = Memo()
         self.in_flight: Case | None = None
+        self.sent: Sequence[Case] = ()
+        """Cases that `run_all` has sent after a batch: its next call is of them, before anything else runs."""
         self._failing: list[Case] = []
         """Cases of `run_all` whose failures are not examined yet; they stay in the journal with what is in flight."""
         self.trials = 0
@@ -154,21 +156,34 @@ class TrialRunner:
             self._examined(case, verdict)
 
     def run_all(
-        self, cases: Sequence[Case], phase: Phase, known: Collection[Identity] | None = None
+        self,
+        cases: Sequence[Case],
+        phase: Phase,
+        known: Collection[Identity] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+        following: Callable[[Sequence[Verdict]], Sequence[Case]] = lambda _: (),
     ) -> Iterator[tuple[Case, Verdict]]:
         """Run Cases of one kernel as a batch; yields each with its Verdict once all have run.
 
-        Those that fail are left behind by a run that dies before it has asked for the Case that follows. `known`: failures whose
-        pattern is not looked for; None: the pattern of every failure.
+        Those that fail are left behind by a run that dies before it has asked for the Case that follows.
+
+        Args:
+            cases: to run; those of `sent` if there are any.
+            phase: of their trials.
+            known: failures whose pattern is not looked for; None: the pattern of every failure.
+            meanwhile: called while they run.
+            following: called with their Verdicts; returns the Cases to send at once, which run while these Verdicts are examined.
+                It returns none where that may ask for a trial.
         """
-        for case, verdict in zip(cases, self._batch(cases, phase, known), strict=True):
+        for case, verdict in zip(cases, self._batch(cases, phase, known, meanwhile, following), strict=True):
             yield case, verdict
             self._examined(case, verdict)
 
     def _examined(self, case: Case, verdict: Verdict) -> None:
         self._failing = [each for each in self._failing if each != case]
         if verdict.failures:
-            self._land()
+            if not self.sent:
+                self._land()
             self._forget_pasts()
 
     def _forget_pasts(self) -> None:
@@ -176,17 +191,33 @@ class TrialRunner:
         if not self._failing:
             self.executor.forget_pasts()
 
-    def _batch(self, cases: Sequence[Case], phase: Phase, known: Collection[Identity] | None) -> list[Verdict]:
-        self._launch(*cases)
+    def _batch(
+        self,
+        cases: Sequence[Case],
+        phase: Phase,
+        known: Collection[Identity] | None,
+        meanwhile: Callable[[], None],
+        following: Callable[[Sequence[Verdict]], Sequence[Case]],
+    ) -> list[Verdict]:
+        if not self.sent:
+            self._send(cases, known)
+        assert self.sent is cases
+        try:
+            meanwhile()
+        finally:
+            self.sent = ()
         try:
             with self._account.trial():
-                verdicts = self.executor.batch(cases, known)
+                verdicts = self.executor.finish_batch()
         except OutOfTime:
             self._land()
             raise
         self._account.judged(cases, verdicts)
         self._failing = [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.failures]
-        self._land()
+        if more := following(verdicts):
+            self._send(more, known)
+        else:
+            self._land()
         for case, verdict in zip(cases, verdicts, strict=True):
             # One without a pattern stands for no finding.
             if all(each.pattern is not None or each.kind not in PATTERNED for each in verdict.failures):
@@ -194,6 +225,12 @@ class TrialRunner:
             self.trials += 1
             self._finished(phase, case, verdict)
         return verdicts
+
+    def _send(self, cases: Sequence[Case], known: Collection[Identity] | None) -> None:
+        self._launch(*cases)
+        with self._account.trial():
+            self.executor.begin_batch(cases, known)
+        self.sent = cases
 
     def _remember(self, phase: Phase, case: Case, verdict: Verdict) -> None:
         if phase == "generate":

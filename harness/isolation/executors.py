@@ -65,10 +65,14 @@ class Executor(Protocol):
             OutOfTime: the time of `limit` was over first.
         """
 
-    def batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> list[Verdict]:
-        """Return the Verdicts of Cases of one kernel, as if each had run alone.
+    def begin_batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> None:
+        """Begin the Trials of Cases of one kernel; nothing else begins before `finish_batch`.
 
         `known`: failures whose pattern is not looked for; None: the pattern of every failure.
+        """
+
+    def finish_batch(self) -> list[Verdict]:
+        """Return the Verdicts of the Cases that were begun, as if each had run alone.
 
         Raises:
             OutOfTime: the time of `limit` was over first.
@@ -131,6 +135,7 @@ class InProcess:
         self.statistics = Statistics()
         self._memory_check = memory_check
         self.case: Case | None = None
+        self._batch: tuple[Sequence[Case], Collection[Identity] | None] = (), None
         environment.prepare(device)
 
     def prepare(self) -> None:
@@ -149,10 +154,15 @@ class InProcess:
         with self.memory_checked():
             return run_sequence(self.case, self.device)
 
-    def batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> list[Verdict]:
-        """Run the Trials of a batch."""
+    def begin_batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> None:
+        """Keep the Cases for `finish_batch`."""
+        self._batch = cases, known
+
+    def finish_batch(self) -> list[Verdict]:
+        """Run the Trials."""
         from attnfuzz.harness.trial.batch import run_batch
 
+        cases, known = self._batch
         self.statistics.tasks += len(cases)
         with self.memory_checked():
             return run_batch(cases, self.device, known=known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -48,6 +49,16 @@ _LATEST = 8
 _MOST_REASONS, _REMEMBERED_PASTS = 20, 200
 _FEW = 8
 """Cases of a batch that run one by one where the harness failed for all of them together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Cases of one kernel that run in one task, with the compile key of each."""
+
+    cases: Sequence[Case]
+    known: Collection[Identity] | None
+    keys: Sequence[tuple[str, str]]
+    running: Running
 
 
 class Isolated:
@@ -96,6 +107,7 @@ class Isolated:
         self.statistics = self._supervisor.statistics
         self._described: dict[str, Any] | None = None
         self._begun: tuple[Case, tuple[str, str], Running] | None = None
+        self._batch: _Batch | None = None
 
     def begin(self, case: Case, *, patient: bool = False) -> None:
         """Send the Case to a child.
@@ -225,26 +237,45 @@ class Isolated:
         return str(result["reason"]) if "reason" in result else msgspec.convert(result["maps"], ErrorMaps)
 
     def batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> list[Verdict]:
-        """Return the Verdicts of Cases of one kernel that run in one task, judged together.
+        """Begin and finish a batch."""
+        self.begin_batch(cases, known)
+        return self.finish_batch()
 
-        If the child dies, the Cases run one by one; if the harness fails in it, or is refused memory, as two batches of half as
-        many at first. If all pass then, the Case that was at work has the death: it was of what the Cases before it left in the
-        process. `known`: as of `run_batch`.
+    def begin_batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> None:
+        """Send Cases of one kernel to a child, which runs them in one task and judges them together.
+
+        `known`: as of `run_batch`.
 
         Raises:
-            BadArgument: a child cannot find the kernel, or a Case cannot run here.
-            ExecutionError: the harness itself failed in the child.
-            OutOfTime: the time of `limit` was over first.
+            BadArgument: a child cannot find the kernel.
         """
         if len(cases) == 1:
+            self._batch = None
             self.begin(cases[0])
-            return [self.finish()]
+            return
         kernel = registry.get(cases[0].kernel)
         keys = [(each.kernel, compile_key_of(kernel, each.problem, each.config, self.device) or "") for each in cases]
         deadlines = [self._deadlines.of(*key, max(map(scores_of, cases)), len(cases)) for key in dict.fromkeys(keys)]
         longest = {stage: max(each[stage] for each in deadlines) for stage in self._deadlines.full}
         self._processes_of(kernel.name)
-        running = self._supervisor.begin(self._batch_task(cases, known, longest))
+        self._batch = _Batch(cases, known, keys, self._supervisor.begin(self._batch_task(cases, known, longest)))
+
+    def finish_batch(self) -> list[Verdict]:
+        """Return the Verdicts of the Cases that were sent.
+
+        If the child dies, the Cases run one by one; if the harness fails in it, or is refused memory, as two batches of half as
+        many at first. If all pass then, the Case that was at work has the death: it was of what the Cases before it left in the
+        process.
+
+        Raises:
+            BadArgument: a Case cannot run here.
+            ExecutionError: the harness itself failed in the child.
+            OutOfTime: the time of `limit` was over first.
+        """
+        if self._batch is None:
+            return [self.finish()]
+        batch, self._batch = self._batch, None
+        cases, known, running = batch.cases, batch.known, batch.running
         outcome = self._ended(running)
         if isinstance(outcome, Error) and len(cases) > _FEW:
             # Most often it needed memory that is not free, for all Cases at once.
@@ -255,7 +286,7 @@ class Isolated:
             return self._one_by_one(cases, outcome, running.past)
         verdicts = [msgspec.convert(each, Verdict) for each in outcome.result]
         verdicts[0] = self._with_late_death(cases[0], verdicts[0])
-        for number, (case, key, verdict) in enumerate(zip(cases, keys, verdicts, strict=True)):
+        for number, (case, key, verdict) in enumerate(zip(cases, batch.keys, verdicts, strict=True)):
             self._learn(case, key, verdict, running.past.plus(cases[:number]) if verdict.failures else Past())
         return verdicts
 
@@ -312,7 +343,10 @@ class Isolated:
         self._supervisor.settle()
 
     def fresh(self) -> None:
-        """Run the next Trial in a new process."""
+        """Run the next Trial in a new process; a batch that an error has left at work is ended."""
+        if self._batch is not None:
+            self._supervisor.kill(self._batch.running)
+            self._batch = None
         self._supervisor.replace()
 
     def describe(self) -> dict[str, Any]:

@@ -87,15 +87,31 @@ class FunctionExecutor:
         self.statistics = Statistics()
         self._verdict, self._fresh = verdict, fresh
         self.cases: list[Case] = []
+        self._begun: tuple[Sequence[Case], Collection[Identity] | None] | None = None
 
     def prepare(self) -> None:
         pass
 
     def begin(self, case: Case, *, patient: bool = False) -> None:
+        assert not self._begun, "a batch is at work"
         self.cases.append(case)
 
     def finish(self) -> Verdict:
         return self._verdict(self.cases[-1])
+
+    def begin_batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> None:
+        assert not self._begun, "a batch is at work"
+        self._begun = cases, known
+
+    @property
+    def at_work(self) -> Sequence[Case]:
+        """The batch that is begun and not finished."""
+        return self._begun[0] if self._begun else ()
+
+    def finish_batch(self) -> list[Verdict]:
+        assert self._begun
+        (cases, known), self._begun = self._begun, None
+        return self.batch(cases, known)
 
     def batch(self, cases: Sequence[Case], known: Collection[Identity] | None = None) -> list[Verdict]:
         self.cases += cases
@@ -117,6 +133,7 @@ class FunctionExecutor:
         return "nothing ran"
 
     def fresh(self) -> None:
+        assert not self._begun, "a batch is at work"
         self._fresh()
 
     def describe(self) -> dict[str, Any]:

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from attnfuzz.harness.campaign import context
 from attnfuzz.harness.campaign.backlog import Backlog
+from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.context import Batch
+from attnfuzz.harness.campaign.events import Event, TrialFinished
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.isolation.isolated import Isolated
@@ -183,6 +186,41 @@ def test_a_batch_for_which_there_is_no_memory_runs_as_two(executor: Isolated, mo
     assert [each.status for each in executor.batch(cases)] == ["pass"] * 20
     assert [each for each in sizes if each] == [20, 10, 10]
     assert executor.statistics.batches_lost == lost + 1
+
+
+def test_a_batch_that_an_error_leaves_at_work_is_ended(executor: Isolated) -> None:
+    """The next kernel must not wait for it, nor have its Verdicts."""
+    executor.begin_batch(cases_of("fault.pyloop"))
+    executor.fresh()
+    start = time.monotonic()
+    [verdict] = executor.batch(cases_of("fault.pyloop", None)[:1])
+    assert (verdict.status, time.monotonic() - start < 3.0) == ("pass", True)
+    assert len(executor.batch(cases_of("fault.nan", None))) == SIZE
+
+
+@pytest.mark.parametrize(("slug", "count"), [pytest.param("abort", 24, marks=pytest.mark.slow), ("nan", 60)])
+def test_a_campaign_in_batches_tries_the_same_cases(
+    slug: str, count: int, executor: Isolated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one batch is examined the next one runs, or its child dies: what is tried and what fails stay the same."""
+    settings = Settings(max_examples=count, out=None, shrink=0.5, max_failures=None)
+    tried = []
+    for batch in (Batch(), Batch(True, 8, 1e9)):
+        monkeypatch.setitem(context._BATCHES, "cpu", batch)
+        cases = dict[str, bool]()
+
+        def heard(event: Event, cases: dict[str, bool] = cases) -> None:
+            if isinstance(event, TrialFinished) and event.phase == "generate":
+                assert event.case.id not in cases
+                cases[event.case.id] = bool(event.verdict.failures)
+
+        done = run_campaign([registry.get(f"fault.{slug}")], settings, heard, executor)
+        [summary] = done.summaries
+        assert summary.cases == len(cases) == count
+        tried.append((cases, {each.identity for each in summary.findings}))
+        executor.fresh()
+    assert tried[0] == tried[1]
+    assert sum(tried[0][0].values()) > 2
 
 
 def test_a_batch_ends_with_the_time_of_the_run(executor: Isolated) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from support.runs import FunctionExecutor, run_kernel
 
+from attnfuzz.harness.campaign import context, coordinator
 from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.context import Batch, CampaignContext
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, read_case
@@ -244,6 +245,45 @@ def test_what_else_fails_in_a_batch_is_not_examined_once_there_are_enough_failur
     run_kernel(KERNEL, settings, executor, batch=Batch(True, 96, 1e9))
     assert len(set(broken.values())) > 1
     assert len({with_check(each, "oracle") for each in broken}.intersection(judged)) == 1
+
+
+def test_the_next_batch_is_sent_before_the_last_is_reported() -> None:
+    """A child has work while its worker reports, unless something new has to be shrunk in it."""
+    at_work = list[tuple[bool, bool]]()
+    failing_seed = 7
+
+    def heard(event: Event) -> None:
+        if isinstance(event, TrialFinished) and event.phase == "generate":
+            at_work.append((bool(event.verdict.failures), bool(executor.at_work)))
+        elif isinstance(event, Finding):
+            assert not executor.at_work, "shrinking needs the child"
+
+    executor = FunctionExecutor(lambda case: failing(WRONG) if case.recipe.seed % 16 == failing_seed else PASS)
+    settings = Settings(max_examples=400, out=None, shrink=0.001, max_failures=None)
+    run = run_kernel(KERNEL, settings, executor, batch=Batch(True, 8, 1e9), listener=heard)
+    assert len(run.findings.closed) == 1
+    assert sum(fails for fails, _ in at_work) > 5, "known failures"
+    assert not executor.at_work
+    assert sum(busy for _, busy in at_work) > 0.8 * len(at_work)
+    assert any(fails and busy for fails, busy in at_work)
+
+
+def test_a_turn_ends_with_no_batch_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next turn is another kernel's, in another child: `fresh` of this executor refuses a batch at work."""
+    monkeypatch.setitem(context._BATCHES, "cpu", Batch(True, 8, 1e9))
+    monkeypatch.setitem(coordinator._LONGEST, "cpu", 0.1)
+    executor = FunctionExecutor(lambda _: PASS)
+    kernels = [KERNEL, registry.get("fault.nan")]
+    settings = Settings(budget=1.0, out=None, workers=1)
+    turns = list[str]()
+
+    def heard(event: Event) -> None:
+        if isinstance(event, TrialFinished) and turns[-1:] != [event.kernel]:
+            turns.append(event.kernel)
+
+    done = run_campaign(kernels, settings, heard, executor)
+    assert len(turns) > 2
+    assert not done.broken
 
 
 def test_batches_are_told_which_failures_are_known() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -84,6 +85,52 @@ def test_failing_cases_are_left_behind_until_they_are_examined(count: int, faili
     assert len(states) == count
     journal.close()
     assert not list(tmp_path.glob("inflight/*"))
+
+
+def test_the_batch_that_follows_is_at_work_while_the_first_is_examined(tmp_path: Path) -> None:
+    """It is in the journal with the failing Cases, and stays there when these are examined."""
+    executor = FunctionExecutor(lambda each: WRONG if each.recipe.seed in (1, 3) else PASS)
+    journal, calls, heard = Journal(tmp_path), list[str](), list[int]()
+    runner = TrialRunner(executor, journal, lambda phase, of, verdict: heard.append(of.recipe.seed))
+    second = [case(number) for number in (10, 11)]
+
+    def following(verdicts: Sequence[Verdict]) -> Sequence[Case]:
+        assert [each.status for each in verdicts] == ["pass", "fail", "pass", "fail"]
+        assert not heard, "the next batch is sent before anything else is done with these Verdicts"
+        calls.append("following")
+        return second
+
+    first = [case(number) for number in range(4)]
+    path = None
+    for each, _ in runner.run_all(first, "generate", set(), lambda: calls.append("meanwhile"), following):
+        assert runner.sent is second
+        assert executor.at_work == second
+        path = path or next((tmp_path / "inflight").iterdir())
+        assert _cases_in(path, tmp_path) >= {10, 11} | {number for number in (1, 3) if number >= each.recipe.seed}
+    assert path is not None
+    assert _cases_in(path, tmp_path) >= {10, 11}
+    assert calls == ["meanwhile", "following"]
+    assert [each.recipe.seed for each, _ in runner.run_all(runner.sent, "generate", set())] == [10, 11]
+    assert (heard, runner.trials, runner.sent) == ([0, 1, 2, 3, 10, 11], 6, ())
+    assert _cases_in(path, tmp_path) == set()
+    journal.close()
+
+
+def test_time_that_ends_with_a_batch_at_work_leaves_nothing(tmp_path: Path) -> None:
+    class Late(FunctionExecutor):
+        def finish_batch(self) -> list[Verdict]:
+            if self.cases:
+                raise OutOfTime
+            return super().finish_batch()
+
+    journal = Journal(tmp_path)
+    runner = TrialRunner(Late(lambda _: PASS), journal)
+    assert len(list(runner.run_all([case(0)], "generate", following=lambda _: [case(1)]))) == 1
+    with pytest.raises(OutOfTime):
+        list(runner.run_all(runner.sent, "generate"))
+    assert not runner.sent
+    die(journal)
+    assert left_in(tmp_path) == []
 
 
 def _cases_in(path: Path, folder: Path) -> set[int]:
