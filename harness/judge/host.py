@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from attnfuzz.oracles.relations.transfer import flat_bytes
+
 __all__ = ["on_host"]
 
 
@@ -20,7 +22,7 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     far = sorted((at for at, each in enumerate(tensors) if each.device.type != "cpu"), key=lambda at: -tensors[at].element_size())
     if not far:
         return result
-    parts = [tensors[at].detach().contiguous().reshape(-1).view(torch.uint8) for at in far]
+    parts = [flat_bytes(tensors[at]) for at in far]
     for at, part in zip(far, torch.cat(parts).cpu().split([len(each) for each in parts]), strict=True):
         result[at] = part.view(tensors[at].dtype).view(tensors[at].shape)
     return result

@@ -15,7 +15,7 @@ import torch
 from attnfuzz.kernels.contract import Inputs, Outputs
 from attnfuzz.kernels.problem import OUTPUT_NAMES, OutputName, Problem
 
-__all__ = ["Move", "elements", "inputs_on_host", "is_remote", "launches_on_device", "moved", "outputs_on_host"]
+__all__ = ["Move", "elements", "flat_bytes", "inputs_on_host", "is_remote", "launches_on_device", "moved", "outputs_on_host"]
 
 _INPUTS = ("q", "k", "v", "d_o", "cu_seqlens_q", "cu_seqlens_k")
 
@@ -99,9 +99,16 @@ def _wanted(problem: Problem, outputs: Outputs) -> list[OutputName]:
     return [name for name in OUTPUT_NAMES if name in problem.needs.outputs or (name == "lse" and outputs.lse is not None)]
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor as bytes, `(elements x element size,)`."""
+    # A vector of a wider tensor is flat already, with its elements apart. One element is contiguous whatever its stride, which
+    # a view of another element size refuses.
+    whole = tensor.detach().reshape(-1).contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
 def _bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    # A vector of a wider tensor is flat already, with its elements apart.
-    return torch.cat([each.detach().reshape(-1).contiguous().view(torch.uint8) for each in tensors])
+    return torch.cat([flat_bytes(each) for each in tensors])
 
 
 def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from attnfuzz.harness.core.clock import Clock
 from attnfuzz.harness.judge.host import on_host
 from attnfuzz.harness.judge.judge import judge_by_oracle
 from attnfuzz.harness.judge.truth import is_tiny
+from attnfuzz.harness.trial.batch import run_batch
 from attnfuzz.harness.trial.inputs import materialise
+from attnfuzz.harness.trial.trial import run_trial
+from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config, Deviations, Outputs
 from attnfuzz.kernels.expressions.tree import KV, Q, S, to_data
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.kernels.problem import Layout, Problem
 from attnfuzz.oracles import attention
-from attnfuzz.strategies.case import Recipe
+from attnfuzz.strategies.case import Case, Recipe
 
 TINY: dict[str, Any] = {"seqlens_q": (5, 3), "seqlens_k": (6, 4), "dim_qk": 8, "dim_v": 8, "heads": 2, "kv_heads": 1}
 LARGER = {**TINY, "seqlens_q": (150, 40, 70), "seqlens_k": (160, 40, 90), "dim_qk": 64, "dim_v": 64}
@@ -41,6 +45,7 @@ def test_copies_are_the_tensors_whatever_their_dtype_and_layout() -> None:
     tensors = [
         (base > 7)[:, 1:], base.to(torch.float16).mT, torch.zeros((0, 3), device="cuda"), base.float()[..., ::2],
         torch.full((), 7.5, dtype=torch.float64, device="cuda"), base.to(torch.bfloat16), torch.arange(3), base.int(),
+        base.to(torch.bfloat16).as_strided((1, 1, 1), (0, 0, 0), 7),
     ]  # fmt: skip
     copies = on_host(tensors)
     for one, other in zip(copies, tensors, strict=True):
@@ -72,6 +77,17 @@ def waits(problem: Problem) -> int:
         torch.cuda.set_sync_debug_mode(before)
     assert verdict.status == "pass", verdict.failures
     return sum("synchroniz" in str(each.message) for each in heard)
+
+
+@pytest.mark.gpu
+def test_an_expanded_gradient_of_one_element_is_judged() -> None:
+    """It ended a campaign after a minute: one of 65,000 Cases had one."""
+    kernel = registry.get("triton.varlen")
+    layout = Layout(expanded=True)
+    problem = Problem(seqlens_q=(1,), seqlens_k=(3,), dim_qk=16, dim_v=1, dtype="bfloat16", layout_do=layout)
+    case = Case(kernel=kernel.name, problem=problem, config=kernel.configs(problem)[0])
+    assert run_trial(case, "cuda").status == "pass"
+    assert [each.status for each in run_batch([case, replace(case, recipe=Recipe(seed=1))], "cuda")] == ["pass"] * 2
 
 
 @pytest.mark.gpu

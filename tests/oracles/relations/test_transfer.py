@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Generator
 from typing import Any
 
+import pytest
 import torch
 
 from attnfuzz.kernels.contract import Inputs, Outputs
@@ -33,6 +34,16 @@ def inputs_of(seqlens: tuple[int, ...], dtype: torch.dtype) -> Inputs:
     q, k, v, d_o = (torch.randn(sum(seqlens), 1, dim).to(dtype) for dim in (3, 3, 5, 5))
     ends = torch.tensor([0, *seqlens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return Inputs(problem, q, k, v, d_o, ends, ends.clone(), max(seqlens), max(seqlens))
+
+
+@pytest.mark.parametrize("stride", [0, 1, 3])
+def test_one_element_has_its_bytes_whatever_its_stride(stride: int) -> None:
+    """An expanded dO of one row of one column: torch takes it for contiguous, and refuses a view as bytes."""
+    base = torch.arange(8, dtype=torch.float32).to(torch.bfloat16)
+    one = base.as_strided((1, 1, 1), (stride,) * 3, 2)
+    assert torch.equal(transfer.flat_bytes(one), torch.tensor([2.0], dtype=torch.bfloat16).view(torch.uint8))
+    several = base.as_strided((2, 2), (stride, stride))
+    assert torch.equal(transfer.flat_bytes(several).view(torch.bfloat16), several.reshape(-1))
 
 
 def test_inputs_and_outputs_arrive_bit_by_bit() -> None:
