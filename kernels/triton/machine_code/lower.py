@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import io
@@ -53,9 +54,16 @@ def compile_now(calls: Iterable[Call]) -> None:
 
 def _fits(kernel: Any) -> None:
     driver = importlib.import_module("triton.runtime.driver").driver.active
-    limit = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
+    limit = _most_shared(driver.get_current_device())
     if kernel.metadata.shared > limit:
         raise _out_of_shared(kernel.metadata.shared, limit)
+
+
+@functools.cache
+def _most_shared(device: int) -> int:
+    """Return the bytes of shared memory that a block can have; the driver takes milliseconds for a device's properties."""
+    driver = importlib.import_module("triton.runtime.driver").driver.active
+    return int(driver.utils.get_device_properties(device)["max_shared_mem"])
 
 
 def _out_of_shared(shared: int, limit: int) -> Exception:
