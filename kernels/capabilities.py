@@ -202,11 +202,22 @@ def window_of(form: WindowForm, left: int, right: int) -> tuple[int | None, int 
 
 def why_unsupported(capabilities: Capabilities, problem: Problem, device: Device) -> str | None:
     """The reason why a kernel with `capabilities` does not take `problem` on `device`, or None when it does."""
-    return (
-        _why_not_form(capabilities, problem, device)
-        or why_not_shape(capabilities, problem)
-        or _why_not_scores(capabilities, problem)
-    )
+    # A Case's Problem is asked for five times in a row. The objects are kept, so that no other one has their ids.
+    key = id(capabilities), id(problem), device
+    if (known := _ANSWERS.get(key)) is None:
+        reason = (
+            _why_not_form(capabilities, problem, device)
+            or why_not_shape(capabilities, problem)
+            or _why_not_scores(capabilities, problem)
+        )
+        if len(_ANSWERS) >= _KEPT:
+            _ANSWERS.clear()
+        _ANSWERS[key] = known = capabilities, problem, reason
+    return known[2]
+
+
+_KEPT = 512
+_ANSWERS: dict[tuple[int, int, Device], tuple[Capabilities, Problem, str | None]] = {}
 
 
 def beyond_grid(problem: Problem, device: Device) -> str | None:

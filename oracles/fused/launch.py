@@ -53,7 +53,7 @@ class _Nvrtc:
     """NVRTC and the driver."""
 
     def takes(self, device: torch.device) -> bool:
-        return device.type == "cuda" and self._available and device.index in (None, current_device())
+        return device.type == "cuda" and self._available and (self._only_one or device.index in (None, current_device()))
 
     def kernel(self, source: Code) -> Kernel:
         nvrtc = library()
@@ -64,6 +64,10 @@ class _Nvrtc:
     def _available(self) -> bool:
         nvrtc = library()
         return nvrtc is not None and nvrtc.knows(self._architecture())
+
+    @functools.cached_property
+    def _only_one(self) -> bool:
+        return int(torch.cuda.device_count()) == 1
 
     @staticmethod
     def _architecture() -> str:

@@ -26,6 +26,19 @@ def test_the_plainest_kernel_takes_the_plainest_problem() -> None:
     assert why() is None
 
 
+def test_an_answer_is_that_of_its_own_problem_and_capabilities() -> None:
+    """Answers are kept by the ids of objects, which others get once these are gone: here 3,000, of which 512 are kept."""
+    lengths, kernels = (3, 5, 300), (Capabilities(length_max=4), Capabilities(length_max=200))
+    for number in range(3000):
+        length, can = lengths[number % 3], kernels[number // 3 % 2] if number % 2 else Capabilities(length_max=number)
+        assert can.length_max is not None
+        asked = problem(seqlens_q=(length,), seqlens_k=(length,))
+        refused = length > can.length_max
+        for _ in range(2):
+            assert (why_unsupported(can, asked, "cuda") is not None) == refused, number
+            assert why_unsupported(can, asked, "mps") is not None  # type: ignore[arg-type]
+
+
 # name: (capabilities that refuse, what differs from the plain Problem, the reason, capabilities that accept)
 REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] = {
     "dtype": (
