@@ -82,8 +82,8 @@ def _ran(
 ) -> Iterator[tuple[Case, Verdict]]:
     """Run drawn Cases and yield each with its Verdict, one by one or as a batch.
 
-    After a batch, the Cases that `take` returns are sent at once, unless time is spent or a failure is not `known`, which is
-    shrunk first.
+    While a batch runs, `take` returns the Cases after it. They are sent as soon as its Verdicts are there, unless time is spent
+    or one of the Verdicts has a failure that is not `known`: that is shrunk in the same child, and they are not sent.
     """
     if not (batch.together and cases):
         return runner.run_each(cases, "generate")
@@ -131,7 +131,7 @@ class KernelRun:
         )
 
     def turn(self, turn: Turn) -> TurnEnd:
-        """Try Cases until the turn's time is over or nothing can be tried; DeviceLost ends it, once it is kept."""
+        """Try Cases until time is over, and the batch at work then; or until nothing is left, or DeviceLost is kept."""
         self._until, statistics = turn.until, self._context.executor.statistics
         before = _so_far(statistics)
         self.clock.reset()

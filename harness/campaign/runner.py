@@ -78,8 +78,17 @@ class Memo(dict[Case, Verdict]):
                 self.pop(oldest, None)
 
 
+@contextlib.contextmanager
+def _later(errors: list[Exception]) -> Iterator[None]:
+    """Keep an error of the block, which must not cost Verdicts that have arrived or are about to."""
+    try:
+        yield
+    except Exception as error:  # raised by the caller
+        errors.append(error)
+
+
 class TrialRunner:
-    """Runs Cases through an executor, one after the other.
+    """Runs Cases through an executor, one after the other or a batch at a time.
 
     Args:
         executor: where trials run.
@@ -103,7 +112,7 @@ class TrialRunner:
         self.memo = Memo()
         self.in_flight: Case | None = None
         self.sent: Sequence[Case] = ()
-        """Cases that `run_all` has sent after a batch: its next call is of them, before anything else runs."""
+        """The batch that a child has. Between two calls of `run_all` it is the one to call it with, before anything else runs."""
         self._failing: list[Case] = []
         """Cases of `run_all` whose failures are not examined yet; they stay in the journal with what is in flight."""
         self.trials = 0
@@ -165,19 +174,44 @@ class TrialRunner:
     ) -> Iterator[tuple[Case, Verdict]]:
         """Run Cases of one kernel as a batch; yields each with its Verdict once all have run.
 
-        Those that fail are left behind by a run that dies before it has asked for the Case that follows.
+        Where no batch follows, those that fail stay in the journal until the caller has asked for the Case after them.
 
         Args:
-            cases: to run; those of `sent` if there are any.
+            cases: to run; the same object as `sent`, if there is a batch at work.
             phase: of their trials.
             known: failures whose pattern is not looked for; None: the pattern of every failure.
             meanwhile: called while they run.
             following: called with their Verdicts; returns the Cases to send at once, which run while these Verdicts are examined.
-                It returns none where that may ask for a trial.
+                It returns none where one of them has a failure to be examined by trials.
+
+        Raises:
+            Exception: what `meanwhile` or sending those that follow raised, once each of `cases` was yielded.
         """
-        for case, verdict in zip(cases, self._batch(cases, phase, known, meanwhile, following), strict=True):
+        if not self.sent:
+            try:
+                self._send(cases, known)
+            except BaseException:
+                self.sent = ()
+                raise
+        assert self.sent is cases
+        errors: list[Exception] = []
+        with _later(errors):
+            meanwhile()
+        verdicts = self._received(cases)
+        more = following(verdicts) if not errors else ()
+        if more:
+            self._failing = []
+            with _later(errors):
+                self._send(more, known)
+        else:
+            self._land()
+        self._report(cases, verdicts, phase)
+        for case, verdict in zip(cases, verdicts, strict=True):
             yield case, verdict
             self._examined(case, verdict)
+        for each in errors:
+            self.sent = ()
+            raise each
 
     def _examined(self, case: Case, verdict: Verdict) -> None:
         self._failing = [each for each in self._failing if each != case]
@@ -191,21 +225,10 @@ class TrialRunner:
         if not self._failing:
             self.executor.forget_pasts()
 
-    def _batch(
-        self,
-        cases: Sequence[Case],
-        phase: Phase,
-        known: Collection[Identity] | None,
-        meanwhile: Callable[[], None],
-        following: Callable[[Sequence[Verdict]], Sequence[Case]],
-    ) -> list[Verdict]:
-        if not self.sent:
-            self._send(cases, known)
-        assert self.sent is cases
-        try:
-            meanwhile()
-        finally:
-            self.sent = ()
+    def _received(self, cases: Sequence[Case]) -> list[Verdict]:
+        """Return the Verdicts of the batch at work."""
+        # Whatever happens now, no batch is at work afterwards.
+        self.sent = ()
         try:
             with self._account.trial():
                 verdicts = self.executor.finish_batch()
@@ -214,23 +237,21 @@ class TrialRunner:
             raise
         self._account.judged(cases, verdicts)
         self._failing = [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.failures]
-        if more := following(verdicts):
-            self._send(more, known)
-        else:
-            self._land()
+        return verdicts
+
+    def _report(self, cases: Sequence[Case], verdicts: Sequence[Verdict], phase: Phase) -> None:
         for case, verdict in zip(cases, verdicts, strict=True):
             # One without a pattern stands for no finding.
             if all(each.pattern is not None or each.kind not in PATTERNED for each in verdict.failures):
                 self._remember(phase, case, verdict)
             self.trials += 1
             self._finished(phase, case, verdict)
-        return verdicts
 
     def _send(self, cases: Sequence[Case], known: Collection[Identity] | None) -> None:
         self._launch(*cases)
+        self.sent = cases
         with self._account.trial():
             self.executor.begin_batch(cases, known)
-        self.sent = cases
 
     def _remember(self, phase: Phase, case: Case, verdict: Verdict) -> None:
         if phase == "generate":

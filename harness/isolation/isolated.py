@@ -57,8 +57,9 @@ class _Batch:
 
     cases: Sequence[Case]
     known: Collection[Identity] | None
-    keys: Sequence[tuple[str, str]]
-    running: Running
+    keys: Sequence[tuple[str, str]] = ()
+    running: Running | None = None
+    """None: there is one Case, which is begun as a Trial."""
 
 
 class Isolated:
@@ -250,8 +251,8 @@ class Isolated:
             BadArgument: a child cannot find the kernel.
         """
         if len(cases) == 1:
-            self._batch = None
             self.begin(cases[0])
+            self._batch = _Batch(cases, known)
             return
         kernel = registry.get(cases[0].kernel)
         keys = [(each.kernel, compile_key_of(kernel, each.problem, each.config, self.device) or "") for each in cases]
@@ -272,10 +273,11 @@ class Isolated:
             ExecutionError: the harness itself failed in the child.
             OutOfTime: the time of `limit` was over first.
         """
-        if self._batch is None:
-            return [self.finish()]
+        assert self._batch is not None
         batch, self._batch = self._batch, None
         cases, known, running = batch.cases, batch.known, batch.running
+        if running is None:
+            return [self.finish()]
         outcome = self._ended(running)
         if isinstance(outcome, Error) and len(cases) > _FEW:
             # Most often it needed memory that is not free, for all Cases at once.
@@ -343,10 +345,11 @@ class Isolated:
         self._supervisor.settle()
 
     def fresh(self) -> None:
-        """Run the next Trial in a new process; a batch that an error has left at work is ended."""
-        if self._batch is not None:
-            self._supervisor.kill(self._batch.running)
-            self._batch = None
+        """Run the next Trial in a new process; what is at work, since an error came before its end, is ended."""
+        at_work = [self._batch.running if self._batch else None, self._begun[2] if self._begun else None]
+        self._batch = self._begun = None
+        for running in filter(None, at_work):
+            self._supervisor.kill(running)
         self._supervisor.replace()
 
     def describe(self) -> dict[str, Any]:

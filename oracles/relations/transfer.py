@@ -101,8 +101,8 @@ def _wanted(problem: Problem, outputs: Outputs) -> list[OutputName]:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor as bytes, `(elements x element size,)`."""
-    # A vector of a wider tensor is flat already, with its elements apart. One element is contiguous whatever its stride, which
-    # a view of another element size refuses.
+    # A vector of a wider tensor is flat already, with its elements apart. One element counts as contiguous whatever its stride,
+    # but a view of bytes wants a stride of 1.
     whole = tensor.detach().reshape(-1).contiguous()
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 

@@ -188,14 +188,20 @@ def test_a_batch_for_which_there_is_no_memory_runs_as_two(executor: Isolated, mo
     assert executor.statistics.batches_lost == lost + 1
 
 
-def test_a_batch_that_an_error_leaves_at_work_is_ended(executor: Isolated) -> None:
+@pytest.mark.parametrize("count", [1, SIZE])
+def test_a_batch_that_an_error_leaves_at_work_is_ended(count: int, executor: Isolated) -> None:
     """The next kernel must not wait for it, nor have its Verdicts."""
-    executor.begin_batch(cases_of("fault.pyloop"))
+    executor.begin_batch(cases_of("fault.pyloop", 0)[:count])
+    at_work = executor._begun[2] if executor._begun else executor._batch and executor._batch.running
+    assert at_work
     executor.fresh()
+    assert at_work.child not in executor._supervisor._children.living
     start = time.monotonic()
     [verdict] = executor.batch(cases_of("fault.pyloop", None)[:1])
     assert (verdict.status, time.monotonic() - start < 3.0) == ("pass", True)
     assert len(executor.batch(cases_of("fault.nan", None))) == SIZE
+    with pytest.raises(AssertionError):
+        executor.finish_batch()
 
 
 @pytest.mark.parametrize(("slug", "count"), [pytest.param("abort", 24, marks=pytest.mark.slow), ("nan", 60)])

@@ -93,7 +93,7 @@ def of(**changes: Any) -> bytes:
 BROKEN: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "not JSON"),
     "cut off": (with_()[:40], "not JSON (Input data was truncated)"),
-    "not UTF-8": (b'{"format": 1, "kernel": "\xff\xfe"}', "not JSON ('utf-8' codec can't decode byte 0xff"),
+    "not UTF-8": (b'{"format": 1, "kernel": "\xff\xfe"}', "not JSON ("),
     "UTF-16": (with_().decode().encode("utf-16"), "not JSON"),
     "a lone surrogate": (b'{"format": 1, "kernel": "\\ud800"}', "not JSON"),
     "zeros at its end": (with_() + b"\0\0", "not JSON"),

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from support.runs import FunctionExecutor, run_kernel
 
-from attnfuzz.harness.campaign import context, coordinator
+from attnfuzz.harness.campaign import context, coordinator, kernel_run
 from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.context import Batch, CampaignContext
 from attnfuzz.harness.campaign.corpus import CaseFile, Corpus, read_case
@@ -21,7 +21,7 @@ from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.plan import plan_of
 from attnfuzz.harness.campaign.runner import TrialRunner, tries
 from attnfuzz.harness.campaign.settings import Settings
-from attnfuzz.harness.isolation.executors import Compiled, Compiler, SerialCompiler
+from attnfuzz.harness.isolation.executors import Compiled, Compiler, InProcess, SerialCompiler
 from attnfuzz.harness.judge.failure import Failure, Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.report.figures import Figures
@@ -30,7 +30,7 @@ from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.problem import OutputName, Problem
-from attnfuzz.strategies.case import RELATIONS, Case, with_check
+from attnfuzz.strategies.case import RELATIONS, Case, Recipe, with_check
 
 KERNEL = registry.get("torch.reference_cpu")
 PROBLEM = Problem(seqlens_q=(3,), seqlens_k=(3,), dim_qk=64, dim_v=64, dtype="float32")
@@ -249,10 +249,12 @@ def test_what_else_fails_in_a_batch_is_not_examined_once_there_are_enough_failur
 
 def test_the_next_batch_is_sent_before_the_last_is_reported() -> None:
     """A child has work while its worker reports, unless something new has to be shrunk in it."""
-    at_work = list[tuple[bool, bool]]()
+    at_work, executor_cases = list[tuple[bool, bool]](), list[tuple[str, str]]()
     failing_seed = 7
 
     def heard(event: Event) -> None:
+        if isinstance(event, TrialFinished):
+            executor_cases.append((event.case.id, event.phase))
         if isinstance(event, TrialFinished) and event.phase == "generate":
             at_work.append((bool(event.verdict.failures), bool(executor.at_work)))
         elif isinstance(event, Finding):
@@ -262,10 +264,44 @@ def test_the_next_batch_is_sent_before_the_last_is_reported() -> None:
     settings = Settings(max_examples=400, out=None, shrink=0.001, max_failures=None)
     run = run_kernel(KERNEL, settings, executor, batch=Batch(True, 8, 1e9), listener=heard)
     assert len(run.findings.closed) == 1
+    drawn = [each for each, phase in executor_cases if phase == "generate"]
+    assert len(drawn) == len(set(drawn)) == 400, "each is tried once"
     assert sum(fails for fails, _ in at_work) > 5, "known failures"
     assert not executor.at_work
     assert sum(busy for _, busy in at_work) > 0.8 * len(at_work)
     assert any(fails and busy for fails, busy in at_work)
+
+
+@pytest.mark.parametrize("spent", [True, False])
+@pytest.mark.parametrize("new", [True, False])
+def test_a_batch_follows_where_time_is_left_and_no_failure_is_new(spent: bool, new: bool) -> None:
+    executor = FunctionExecutor(lambda case: failing(WRONG))
+    runner, calls = TrialRunner(executor), list[str]()
+    second = [msgspec.structs.replace(CASE, recipe=Recipe(seed=1))]
+
+    def take() -> list[Case]:
+        assert executor.at_work, "while the first runs"
+        calls.append("take")
+        return second
+
+    known = set[Identity]() if new else {WRONG.identity}
+    assert len(list(kernel_run._ran(runner, [CASE], Batch(True, 8, 1e9), known, take, lambda: spent))) == 1
+    assert calls == ["take"]
+    assert list(runner.sent) == list(executor.at_work) == ([] if spent or new else second)
+
+
+def test_a_debugged_batch_is_told_which_failures_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = []
+
+    def run_batch(cases: Sequence[Case], device: str, *, known: object) -> list[Verdict]:
+        heard.append((cases, device, known))
+        return [PASS]
+
+    monkeypatch.setattr("attnfuzz.harness.trial.batch.run_batch", run_batch)
+    executor = InProcess("cpu")
+    executor.begin_batch([CASE], {WRONG.identity})
+    assert executor.finish_batch() == [PASS]
+    assert heard == [([CASE], "cpu", {WRONG.identity})]
 
 
 def test_a_turn_ends_with_no_batch_at_work(monkeypatch: pytest.MonkeyPatch) -> None:

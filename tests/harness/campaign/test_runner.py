@@ -16,10 +16,12 @@ from attnfuzz.harness.campaign.events import CaseResumed, CaseSkipped, Event, Tr
 from attnfuzz.harness.campaign.journal import Journal, left_behind
 from attnfuzz.harness.campaign.runner import Memo, TrialRunner
 from attnfuzz.harness.campaign.settings import Settings
+from attnfuzz.harness.isolation.child import ChildError
 from attnfuzz.harness.isolation.outcomes import OutOfTime
 from attnfuzz.harness.judge.failure import Failure
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.kernels import registry
+from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case, Recipe
 
@@ -88,7 +90,7 @@ def test_failing_cases_are_left_behind_until_they_are_examined(count: int, faili
 
 
 def test_the_batch_that_follows_is_at_work_while_the_first_is_examined(tmp_path: Path) -> None:
-    """It is in the journal with the failing Cases, and stays there when these are examined."""
+    """It stays in the journal when the first is examined, whose failures are all known where another batch is sent."""
     executor = FunctionExecutor(lambda each: WRONG if each.recipe.seed in (1, 3) else PASS)
     journal, calls, heard = Journal(tmp_path), list[str](), list[int]()
     runner = TrialRunner(executor, journal, lambda phase, of, verdict: heard.append(of.recipe.seed))
@@ -102,18 +104,47 @@ def test_the_batch_that_follows_is_at_work_while_the_first_is_examined(tmp_path:
 
     first = [case(number) for number in range(4)]
     path = None
-    for each, _ in runner.run_all(first, "generate", set(), lambda: calls.append("meanwhile"), following):
+    for _ in runner.run_all(first, "generate", set(), lambda: calls.append("meanwhile"), following):
         assert runner.sent is second
         assert executor.at_work == second
         path = path or next((tmp_path / "inflight").iterdir())
-        assert _cases_in(path, tmp_path) >= {10, 11} | {number for number in (1, 3) if number >= each.recipe.seed}
+        assert _cases_in(path, tmp_path) == {10, 11}
     assert path is not None
-    assert _cases_in(path, tmp_path) >= {10, 11}
+    assert _cases_in(path, tmp_path) == {10, 11}
     assert calls == ["meanwhile", "following"]
     assert [each.recipe.seed for each, _ in runner.run_all(runner.sent, "generate", set())] == [10, 11]
     assert (heard, runner.trials, runner.sent) == ([0, 1, 2, 3, 10, 11], 6, ())
     assert _cases_in(path, tmp_path) == set()
     journal.close()
+
+
+@pytest.mark.parametrize("where", ["meanwhile", "send"])
+def test_an_error_costs_no_verdict_that_has_arrived(where: str, tmp_path: Path) -> None:
+    """Drawing the Cases that follow fails, or no child takes them: the batch at work is reported and examined first."""
+
+    class Refuses(FunctionExecutor):
+        def begin_batch(self, cases: Sequence[Case], known: object = None) -> None:
+            if self.cases and where == "send":
+                raise ChildError("no process can be started")
+            super().begin_batch(cases, None)
+
+    def meanwhile() -> None:
+        if where == "meanwhile":
+            raise BadArgument("the strategy is wrong")
+
+    heard = list[int]()
+    executor, journal = Refuses(lambda each: WRONG if each.recipe.seed == 1 else PASS), Journal(tmp_path)
+    runner = TrialRunner(executor, journal, lambda phase, of, verdict: heard.append(of.recipe.seed))
+    steps = runner.run_all([case(0), case(1), case(2)], "generate", set(), meanwhile, lambda _: [case(10)])
+    seen = []
+    with pytest.raises(BadArgument if where == "meanwhile" else ChildError):
+        seen.extend(each.recipe.seed for each, _ in steps)
+    assert (seen or heard, heard) == ([0, 1, 2], [0, 1, 2])
+    assert not runner.sent
+    assert not executor.at_work
+    die(journal)
+    # What no child took is tried by the next run.
+    assert left_in(tmp_path) == ([(10, 1)] if where == "send" else [])
 
 
 def test_time_that_ends_with_a_batch_at_work_leaves_nothing(tmp_path: Path) -> None:
