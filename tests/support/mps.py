@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from attnfuzz.harness.isolation.outcomes import Reply, Task
 from attnfuzz.harness.isolation.sharing import CONTROL, VARIABLES
+from attnfuzz.harness.isolation.supervisor import Supervisor
 from attnfuzz.kernels.faults.host import FaultyReference
 from attnfuzz.kernels.problem import Problem
 
@@ -27,6 +29,7 @@ elif read line; then
 fi
 """
 START, QUIT = "start all", "quit -t 1"
+DEADLINES = {"kernel": 20.0, "start": 20.0, "end": 20.0}
 
 
 class FakeServer:
@@ -70,3 +73,13 @@ def _wait_for_three_keys(problem: Problem, _: Any) -> None:
 SLOW_AT_THREE_KEYS = FaultyReference("test.slow_at_three_keys", _wait_for_three_keys)
 """Takes a second where there are three keys, and no time else."""
 SLOW_AT_THREE_KEYS.files = (__file__,)
+
+
+def task(name: str, kernel: float = 20.0, **payload: object) -> Task:
+    return Task(f"support.tasks:{name}", payload, {**DEADLINES, "kernel": kernel})
+
+
+def mps_variables(supervisor: Supervisor) -> dict[str, str]:
+    reply = supervisor.run(task("variables"))
+    assert isinstance(reply, Reply)
+    return {name: value for name, value in reply.result.items() if name in VARIABLES}

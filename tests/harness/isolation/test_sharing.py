@@ -6,9 +6,6 @@ import dataclasses
 import os
 import re
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,48 +13,21 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from support.engine import alive, wait_for
-from support.mps import DIES_WHERE_SHARED, QUIT, SLOW_AT_THREE_KEYS, START, FakeServer
-from support.paths import TESTS
+from support.engine import wait_for
+from support.mps import DEADLINES, DIES_WHERE_SHARED, QUIT, SLOW_AT_THREE_KEYS, START, FakeServer, mps_variables, task
 
-from attnfuzz.harness.isolation import child_main, reaper, sharing
+from attnfuzz.harness.isolation import child_main, sharing
 from attnfuzz.harness.isolation import supervisor as supervisor_module
 from attnfuzz.harness.isolation.forkserver import Forkserver
 from attnfuzz.harness.isolation.isolated import Isolated
 from attnfuzz.harness.isolation.outcomes import Death, Error, Reply, Task
 from attnfuzz.harness.isolation.root import Root
-from attnfuzz.harness.isolation.sharing import NotShared, Sharing
+from attnfuzz.harness.isolation.sharing import Sharing
 from attnfuzz.harness.isolation.supervisor import Supervisor
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import Config
 from attnfuzz.kernels.problem import Problem
 from attnfuzz.strategies.case import Case, Recipe
-
-DEADLINES = {"kernel": 20.0, "start": 20.0, "end": 20.0}
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    for name in sharing.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sharing, "_USUAL", tmp_path / "none")
-    monkeypatch.syspath_prepend(str(TESTS))
-    return FakeServer(tmp_path / "bin", monkeypatch)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A short path: pytest's own may be too long for a socket."""
-    with tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp") as made:
-        yield Path(made) / "mps"
-
-
-@pytest.fixture
-def shared(server: FakeServer, folder: Path) -> Iterator[Sharing]:
-    made = sharing.start(folder, {}, [])
-    yield made
-    made.close()
-    assert not alive([server.pid])
 
 
 @pytest.fixture(params=["forked", "lent", "spawned"])
@@ -67,16 +37,6 @@ def supervisor(request: pytest.FixtureRequest, shared: Sharing) -> Iterator[Supe
         preload = None if request.param == "spawned" else ["json"]
         with closing(Supervisor(Forkserver(preload, shared.variables, root), memory=1 << 29)) as made:
             yield made
-
-
-def task(name: str, kernel: float = 20.0, **payload: object) -> Task:
-    return Task(f"support.tasks:{name}", payload, {**DEADLINES, "kernel": kernel})
-
-
-def mps_variables(supervisor: Supervisor) -> dict[str, str]:
-    reply = supervisor.run(task("variables"))
-    assert isinstance(reply, Reply)
-    return {name: value for name, value in reply.result.items() if name in sharing.VARIABLES}
 
 
 def assert_ended(shared: Sharing, server: FakeServer, supervisor: Supervisor, why: str) -> None:
@@ -309,76 +269,6 @@ def test_sharing_ends_before_a_task_at_work_is_ended(
         assert server.calls == [START], "workers do not wait for the server's end, least of all at that of a budget"
 
 
-DEAF = """#!/bin/sh
-trap '' TERM
-if [ "$1" = -f ]; then
-    echo $$ > "$(dirname "$0")/pid"
-    touch "$CUDA_MPS_PIPE_DIRECTORY/control"
-    sleep 61 &
-    echo $! > "$(dirname "$0")/pid-of-other"
-    wait
-else
-    echo "said by ${ATTNFUZZ_RUN-no run}" >> "$(dirname "$0")/calls"
-    exec sleep 62
-fi
-"""
-SLOW_TO_END = """#!/bin/sh
-here=$(dirname "$0")
-if [ "$1" = -f ]; then
-    echo $$ > "$here/pid"
-    touch "$CUDA_MPS_PIPE_DIRECTORY/control"
-    while [ -e "$CUDA_MPS_PIPE_DIRECTORY/control" ]; do sleep 0.05; done
-    sleep 0.4
-    echo ended >> "$here/calls"
-else
-    rm -f "$CUDA_MPS_PIPE_DIRECTORY/control"
-fi
-"""
-
-
-def test_a_server_that_does_not_answer_is_killed_with_what_it_has_started(
-    server: FakeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deaf = FakeServer(tmp_path / "bin", monkeypatch, DEAF)
-    made = sharing.start(folder, {reaper.MARK: "a run"}, [])
-    wait_for(lambda: (tmp_path / "bin" / "pid-of-other").exists())
-    processes = [deaf.pid, int((tmp_path / "bin" / "pid-of-other").read_text())]
-    assert alive(processes) == processes
-    start = time.monotonic()
-    made.close()
-    assert time.monotonic() - start < 3.5
-    assert deaf.calls == ["said by a run"], "it was asked first"
-    wait_for(lambda: not alive(processes))
-
-
-def test_a_server_that_takes_its_time_to_end_is_not_killed(
-    server: FakeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = FakeServer(tmp_path / "bin", monkeypatch, SLOW_TO_END)
-    sharing.start(folder, {}, []).close()
-    assert slow.calls == ["ended"]
-
-
-def test_the_end_of_a_server_that_cannot_be_killed_is_not_waited_for(
-    server: FakeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(pid: int, _: int) -> None:
-        refusals.append(pid)
-        raise PermissionError
-
-    refusals: list[int] = []
-    deaf = FakeServer(tmp_path / "bin", monkeypatch, DEAF)
-    made = sharing.start(folder, {}, [])
-    monkeypatch.setattr(sharing, "_QUIT_SECONDS", 0.2)
-    with monkeypatch.context() as patch:
-        patch.setattr(sharing.os, "killpg", refused)
-        start = time.monotonic()
-        made.close()
-    assert time.monotonic() - start < 10
-    assert refusals == [deaf.pid]
-    os.killpg(deaf.pid, signal.SIGKILL)
-
-
 def test_spares_that_share_are_not_used_after_its_end(shared: Sharing, server: FakeServer) -> None:
     with closing(Supervisor(Forkserver(["json"], shared.variables), memory=1 << 29, spares=2)) as supervisor:
         supervisor.run(task("echo"))
@@ -411,93 +301,5 @@ def test_a_process_without_the_variables_does_not_share(shared: Sharing) -> None
         assert not mps_variables(supervisor)
 
 
-def test_a_server_of_the_users_is_left_alone(server: FakeServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.mkdir()
-    own = dict.fromkeys(sharing.VARIABLES, str(folder))
-    for name, value in own.items():
-        monkeypatch.setenv(name, value)
-        with pytest.raises(NotShared, match=f"{name} is set"):
-            sharing.start(folder / "ours", {}, [])
-        monkeypatch.delenv(name)
-    for name, value in own.items():
-        monkeypatch.setenv(name, value)
-    with closing(Supervisor(Forkserver(["json"]), memory=1 << 29)) as supervisor:
-        assert mps_variables(supervisor) == own
-        assert isinstance(supervisor.run(task("dies", how="exit")), Death)
-        assert mps_variables(supervisor) == own
-    assert server.calls == []
-
-
-def test_a_server_with_the_usual_folder_is_left_alone(
-    server: FakeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "usual").mkdir()
-    (tmp_path / "usual" / "control").touch()
-    monkeypatch.setattr(sharing, "_USUAL", tmp_path / "usual")
-    with pytest.raises(NotShared, match="MPS server of the user's"):
-        sharing.start(folder, {}, [])
-    assert server.calls == []
-
-
-def test_why_there_is_no_server(folder: Path, tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NotShared, match="too long"):
-        sharing.start(folder / ("x" * 100), {}, [])
-    FakeServer(tmp_path / "bin", monkeypatch, "#!/bin/sh\nexit 3\n")
-    with pytest.raises(NotShared, match="ended with exit code 3"):
-        sharing.start(folder, {}, [])
-    FakeServer(tmp_path / "bin", monkeypatch, "#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(sharing, "_START_SECONDS", 0.3)
-    with pytest.raises(NotShared, match="did not start"):
-        sharing.start(folder.with_name("other"), {}, [])
-    full = FakeServer(tmp_path / "bin", monkeypatch, DEAF)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        with pytest.raises(NotShared, match="No space left"):
-            sharing.start(folder.with_name("full"), {}, [])
-    assert not alive([full.pid])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NotShared, match="not on the PATH"):
-        sharing.start(folder, {}, [])
-
-
-@pytest.mark.parametrize(("usable", "visible"), [(["1"], "all"), (["GPU-1"], "GPU-1"), ([], "all")])
-def test_the_server_counts_gpus_as_its_clients_do(
-    server: FakeServer, folder: Path, monkeypatch: pytest.MonkeyPatch, usable: list[str], visible: str
-) -> None:
-    if usable:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", usable[0])
-    sharing.start(folder, {}, usable).close()
-    assert server.calls == [f"start {visible}", QUIT]
-
-
 def test_the_variables_may_differ_between_template_processes() -> None:
     assert set(sharing.VARIABLES) <= child_main._OF_A_TEMPLATE
-
-
-PROGRAM = """
-import sys, time
-from pathlib import Path
-from attnfuzz.harness.isolation import reaper, sharing
-from attnfuzz.harness.isolation.deadlines import Deadlines
-from attnfuzz.harness.isolation.forkserver import Forkserver
-sharing._USUAL = Path("/nowhere")
-lender = Forkserver(["json"])
-lender.prepare()
-made = sharing.start(Path(lender.folder) / "mps", {reaper.MARK: lender.run}, [])
-print(lender.run, lender.folder, flush=True)
-time.sleep(600)
-"""
-
-
-def test_kill_9_leaves_neither_the_server_nor_its_folder(server: FakeServer) -> None:
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        run, folder = process.stdout.readline().split()
-        assert server.pid in {each.pid for each in reaper.marked(run)}
-        assert Path(folder, "mps", "control").exists()
-    finally:
-        process.kill()
-        process.wait()
-    wait_for(lambda: not list(reaper.marked(run)) and not Path(folder).exists())
-    assert not alive([server.pid])
