@@ -319,4 +319,6 @@ def _part(data: dict[str, Any], name: str, kind: Any) -> Any:
     try:
         return msgspec.convert(data.get(name, {}), kind)
     except msgspec.ValidationError as error:
-        raise BadCase(f"case.{name}: {error}") from None
+        # A Problem's own reasons have their remedies.
+        remedy = "" if "; " in str(error) else "; give it as `attnfuzz run` writes it"
+        raise BadCase(f"case.{name}: {error}{remedy}") from None

@@ -185,6 +185,10 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
     "kernel no text": (written(kernel=3), "Expected `str`, got `int`"),
     "kernel null": (written(kernel=None), "Expected `str`, got `null`"),
     "problem a list": (written(problem=[1]), "Expected `object`, got `array`"),
+    "a fraction in a schedule": (
+        written(check="protocol", schedule=[1.5]),
+        "case.schedule: Expected `int`, got `float` - at `$[0]`; give it as `attnfuzz run` writes it",
+    ),
     "problem null": (written(problem=None), "Expected `object`, got `null`"),
     "problem empty": (written(problem={}), "Object missing required field `seqlens_q`"),
     "problem of text": (written(problem={**PLAIN, "heads": "3"}), "Expected `int`, got `str` - at `$.heads`"),
