@@ -185,7 +185,8 @@ class TrialRunner:
                 It returns none where one of them has a failure to be examined by trials.
 
         Raises:
-            Exception: what `meanwhile` or sending those that follow raised, once each of `cases` was yielded.
+            Exception: what `meanwhile` or sending those that follow raised, once each of `cases` that has a Verdict was yielded.
+            OutOfTime: the time of the executor's `limit` was over first.
         """
         if not self.sent:
             try:
@@ -197,7 +198,12 @@ class TrialRunner:
         errors: list[Exception] = []
         with _later(errors):
             meanwhile()
-        verdicts = self._received(cases)
+        try:
+            verdicts = self._received(cases)
+        except OutOfTime:
+            if errors:
+                raise errors[0] from None
+            raise
         more = following(verdicts) if not errors else ()
         if more:
             self._failing = []
@@ -206,11 +212,14 @@ class TrialRunner:
         else:
             self._land()
         self._report(cases, verdicts, phase)
-        for case, verdict in zip(cases, verdicts, strict=True):
-            yield case, verdict
-            self._examined(case, verdict)
+        try:
+            for case, verdict in zip(cases, verdicts, strict=True):
+                yield case, verdict
+                self._examined(case, verdict)
+        finally:
+            if errors:
+                self.sent = ()
         for each in errors:
-            self.sent = ()
             raise each
 
     def _examined(self, case: Case, verdict: Verdict) -> None:

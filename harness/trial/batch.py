@@ -28,7 +28,7 @@ from attnfuzz.harness.trial.bands import Bands
 from attnfuzz.harness.trial.bench import Bench, Steps, WentWrong
 from attnfuzz.harness.trial.defaults import of_torch
 from attnfuzz.harness.trial.errors import BatchLost, DeviceLost, describe_exception
-from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, when_free
+from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, stop_counting, when_free
 from attnfuzz.harness.trial.inputs import materialise, numbers_of
 from attnfuzz.harness.trial.launch import start
 from attnfuzz.harness.trial.noise import Numbers
@@ -65,6 +65,7 @@ def run_batch(
     environment.prepare(device)
     kernels = [check_runnable(case, device) for case in cases]
     own = [with_config(kernel, case) for case, kernel in zip(cases, kernels, strict=True)]
+    stop_counting()
     failures = None if known is None else {*known}
     batch = _Batch(list(zip(own, kernels, strict=True)), device, enter, at or (lambda _: None), failures)
     try:

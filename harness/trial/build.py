@@ -16,7 +16,7 @@ from pathlib import Path
 from attnfuzz.harness.core import environment
 from attnfuzz.harness.trial.defaults import of_kernel
 from attnfuzz.harness.trial.errors import MEMORY_TAKEN, describe_exception, may_catch
-from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, is_own_need, start_counting, when_free
+from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, is_own_need, when_free
 from attnfuzz.harness.trial.supports import compile_key_of
 from attnfuzz.kernels.contract import BuildError, Built, Config, Device, Kernel, protocol_of
 from attnfuzz.kernels.errors import BadArgument, WrongProcess
@@ -44,7 +44,6 @@ def build_kernel(kernel: Kernel, problem: Problem, config: Config, device: Devic
         return _build(kernel, problem, config, device)
     # The variables of this kernel, not of the one before, are part of the stamp.
     process_setup.enter(kernel, device)
-    start_counting(device)
     with _locked(key, _stamp(kernel)):
         result = _build(kernel, problem, config, device)
     _ready.add(key)

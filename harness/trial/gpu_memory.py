@@ -16,7 +16,7 @@ import torch
 from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels.contract import Device
 
-__all__ = ["is_out_of_memory", "is_own_need", "start_counting", "trim", "when_free"]
+__all__ = ["is_out_of_memory", "is_own_need", "start_counting", "stop_counting", "trim", "when_free"]
 
 _KEPT = 16
 """A process keeps at most that part of the GPU's memory between two tasks: its share among sixteen workers, and more
@@ -51,8 +51,8 @@ def trim(device: Device) -> None:
             torch.cuda.empty_cache()
 
 
-_held = 0
-"""Bytes that were allocated when counting began."""
+_held: int | None = 0
+"""Bytes that were allocated when counting began; None: nothing is counted."""
 
 
 def start_counting(device: Device) -> None:
@@ -65,13 +65,22 @@ def start_counting(device: Device) -> None:
         _held = int(numbers["allocated_bytes"]["all"]["current"])
 
 
+def stop_counting() -> None:
+    """Count nothing, for a batch: a Case that is refused memory there runs alone, which counts. That takes 5 % of a launch."""
+    global _held
+    _held = None
+
+
 def is_own_need(error: BaseException, device: Device) -> bool:
     """Whether memory was refused for what this process needs since `start_counting`, and not for what others hold.
 
-    A Case whose inputs take gigabytes needs as much again for its outputs, which other processes may hold.
+    A Case whose inputs take gigabytes needs as much again for its outputs, which other processes may hold. Where nothing is
+    counted, others hold it.
     """
     if device != "cuda":
         return True
+    if _held is None:
+        return False
     needs = int(torch.cuda.max_memory_allocated()) - _held + _requested(describe_exception(error))
     return needs > max(_total() // _SHARE, min(_TIMES * _held, _total() - _held))
 

@@ -130,6 +130,7 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
     d_captured: CapturedGradients = ()
     watch = Watch()
     if wait:
+        # Of others, those of a batch, nothing is counted.
         gpu_memory.start_counting(device)
     try:
         with of_kernel(), torch.no_grad(), watching(watch), PoisonEmpty(bands, fill=fill, watch=watch):
@@ -144,8 +145,7 @@ def _run(case: Case, ready: Built, inputs: Inputs, device: Device, bands: Bands,
     except BaseException as error:  # a kernel may raise anything: that is a finding
         if not may_catch(error):
             raise
-        # What is not waited for is of a batch, whose Case runs alone then: that counts its own need.
-        if is_out_of_memory(error) and not (wait and gpu_memory.is_own_need(error, device)):
+        if is_out_of_memory(error) and not gpu_memory.is_own_need(error, device):
             raise MemoryError(f"{MEMORY_TAKEN}: {describe_exception(error)}") from error
         failure = _misused(case.kernel, watch.fault) if watch.fault else _raised(case.kernel, step, error)
         if not environment.alive(device):

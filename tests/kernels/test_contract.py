@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from attnfuzz.kernels import capabilities
 from attnfuzz.kernels.contract import Capabilities, Config, Device, Kernel, why_unsupported
 from attnfuzz.kernels.errors import BadArgument
 from attnfuzz.kernels.problem import Layout, Needs, Problem
@@ -37,6 +38,7 @@ def test_an_answer_is_that_of_its_own_problem_and_capabilities() -> None:
         for _ in range(2):
             assert (why_unsupported(can, asked, "cuda") is not None) == refused, number
             assert why_unsupported(can, asked, "mps") is not None  # type: ignore[arg-type]
+    assert len(capabilities._ANSWERS) <= 512
 
 
 # name: (capabilities that refuse, what differs from the plain Problem, the reason, capabilities that accept)

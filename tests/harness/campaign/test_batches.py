@@ -196,6 +196,9 @@ def test_a_batch_that_an_error_leaves_at_work_is_ended(count: int, executor: Iso
     assert at_work
     executor.fresh()
     assert at_work.child not in executor._supervisor._children.living
+    with pytest.raises(AssertionError):
+        executor.finish_batch()
+    assert executor._begun is None
     start = time.monotonic()
     [verdict] = executor.batch(cases_of("fault.pyloop", None)[:1])
     assert (verdict.status, time.monotonic() - start < 3.0) == ("pass", True)

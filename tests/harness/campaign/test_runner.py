@@ -118,6 +118,49 @@ def test_the_batch_that_follows_is_at_work_while_the_first_is_examined(tmp_path:
     journal.close()
 
 
+def test_an_error_is_not_lost_where_time_ends_before_the_batch(tmp_path: Path) -> None:
+    class Late(FunctionExecutor):
+        def finish_batch(self) -> list[Verdict]:
+            raise OutOfTime
+
+    def meanwhile() -> None:
+        raise BadArgument("the strategy is wrong")
+
+    runner = TrialRunner(Late(lambda _: PASS), Journal(tmp_path))
+    with pytest.raises(BadArgument, match="the strategy is wrong"):
+        list(runner.run_all([case(0)], "generate", set(), meanwhile))
+    assert not runner.sent
+
+
+def test_ctrl_c_while_a_batch_is_at_work_waits_for_nothing(tmp_path: Path) -> None:
+    def meanwhile() -> None:
+        raise KeyboardInterrupt
+
+    executor = FunctionExecutor(lambda _: PASS)
+    with pytest.raises(KeyboardInterrupt):
+        list(TrialRunner(executor, Journal(tmp_path)).run_all([case(0)], "generate", set(), meanwhile))
+    assert executor.at_work, "it was not waited for"
+
+
+def test_no_batch_is_sent_after_one_that_no_child_took() -> None:
+    class Refuses(FunctionExecutor):
+        def begin_batch(self, cases: Sequence[Case], known: object = None) -> None:
+            if not self.cases or cases[0].recipe.seed:
+                raise ChildError("no process can be started")
+            super().begin_batch(cases, None)
+
+    executor = Refuses(lambda _: PASS)
+    runner = TrialRunner(executor)
+    with pytest.raises(ChildError):
+        list(runner.run_all([case(0)], "generate"))
+    assert not runner.sent
+    executor.cases.append(case(9))
+    steps = runner.run_all([case(0), case(0)], "generate", following=lambda _: [case(1)])
+    next(steps)
+    steps.close()
+    assert not runner.sent, "also where the rest is not asked for"
+
+
 @pytest.mark.parametrize("where", ["meanwhile", "send"])
 def test_an_error_costs_no_verdict_that_has_arrived(where: str, tmp_path: Path) -> None:
     """Drawing the Cases that follow fails, or no child takes them: the batch at work is reported and examined first."""

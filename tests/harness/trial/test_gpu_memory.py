@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
 from attnfuzz.harness.trial import gpu_memory
+from attnfuzz.harness.trial.batch import run_batch
 from attnfuzz.harness.trial.build import build_kernel, compile_here
 from attnfuzz.harness.trial.gpu_memory import is_out_of_memory, is_own_need, trim, when_free
 from attnfuzz.harness.trial.trial import run_trial
 from attnfuzz.kernels import registry
 from attnfuzz.kernels.contract import BuildError
 from attnfuzz.kernels.problem import Problem
-from attnfuzz.strategies.case import Case
+from attnfuzz.strategies.case import Case, Recipe
 
 GIB = 1 << 30
 REFUSED = "CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of 160.00 GiB of which 23.06 MiB is free."
@@ -192,6 +194,55 @@ def test_neither_a_build_nor_a_launch_is_a_failure_where_others_hold_the_memory(
                     assert compile_here(kernel, problem, case.config, "cpu")[1]  # type: ignore[arg-type]
         finally:
             registry.unregister(kernel.name)
+
+
+class RefusedOnce:
+    """torch.reference_cpu, whose launches take 12 GiB for a while; its third build or forward finds 20 MiB taken by others."""
+
+    def __init__(self, step: str, gpu: Gpu) -> None:
+        self._kernel, self._step, self._gpu = registry.get("torch.reference_cpu"), step, gpu
+        self._calls = {"build": 0, "forward": 0}
+        self.__dict__.update({name: getattr(self._kernel, name) for name in dir(self._kernel) if not hasattr(RefusedOnce, name)})
+        self.name = "test.refused"
+
+    def _count(self, step: str) -> None:
+        self._calls[step] += 1
+        if (step, self._calls[step]) == (self._step, 3):
+            raise torch.OutOfMemoryError(REFUSED.format("20.00 MiB"))
+
+    def build(self, *of: Any) -> RefusedOnce:
+        self._count("build")
+        self._built = self._kernel.build(*of)
+        return self
+
+    def forward(self, inputs: Any) -> Any:
+        self._count("forward")
+        self._gpu.peak = max(self._gpu.peak, self._gpu.held + 12 * GIB)
+        return self._built.forward(inputs)
+
+    def backward(self, *of: Any) -> Any:
+        return self._built.backward(*of)
+
+
+@pytest.mark.parametrize("step", ["build", "forward"])
+def test_a_case_of_a_batch_that_is_refused_memory_runs_alone(step: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other Cases of the batch took is not its own need, and nothing is counted for each launch of a batch."""
+    counted: list[str] = []
+    as_cuda = gpu_memory.is_own_need
+    for module in ("build", "launch.gpu_memory"):
+        monkeypatch.setattr(f"attnfuzz.harness.trial.{module}.is_own_need", lambda error, _: as_cuda(error, "cuda"))
+    monkeypatch.setattr(gpu_memory, "start_counting", counted.append)
+    kernel = RefusedOnce(step, gpu)
+    registry.register(kernel)  # type: ignore[arg-type]
+    try:
+        problem = Problem(seqlens_q=(2,), seqlens_k=(2,), dim_qk=16, dim_v=16, dtype="float32")
+        config = registry.get("torch.reference_cpu").configs(problem)[0]
+        cases = [Case(kernel=kernel.name, problem=problem, config=config, recipe=Recipe(seed=seed)) for seed in range(4)]
+        assert [each.status for each in run_batch(cases, "cpu")] == ["pass"] * 4
+        assert kernel._calls == {"build": 5, "forward": 5 if step == "forward" else 4}
+        assert 1 <= len(counted) <= 2, "the Case alone"
+    finally:
+        registry.unregister(kernel.name)
 
 
 @pytest.mark.gpu
