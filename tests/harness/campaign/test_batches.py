@@ -207,7 +207,7 @@ def test_a_batch_that_an_error_leaves_at_work_is_ended(count: int, executor: Iso
         executor.finish_batch()
 
 
-@pytest.mark.parametrize(("slug", "count"), [pytest.param("abort", 24, marks=pytest.mark.slow), ("nan", 60)])
+@pytest.mark.parametrize(("slug", "count"), [pytest.param("abort", 24, marks=pytest.mark.slow), ("nan", 32)])
 def test_a_campaign_in_batches_tries_the_same_cases(
     slug: str, count: int, executor: Isolated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
