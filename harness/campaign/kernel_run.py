@@ -175,7 +175,8 @@ class KernelRun:
             return earlier.shows(verdict)
 
         self._runner.run(earlier.case, "replay", rate=earlier.rate, shows=shows, left=earlier.left)
-        earlier.remove_if_replaced([each for verdict in verdicts for each in self._keep_new(earlier.case, verdict)])
+        keep = self._keep_new if earlier.stored else self._examine  # what was in flight is a drawn Case
+        earlier.remove_if_replaced([each for verdict in verdicts for each in keep(earlier.case, verdict)])
 
     def _try_next(self) -> bool:
         """Try what can run, a batch at most; returns False where there is nothing."""
@@ -201,20 +202,19 @@ class KernelRun:
         with self._account.step("draw"):
             return self._supply.wait(until)
 
-    def _examine(self, case: Case, verdict: Verdict) -> None:
+    def _examine(self, case: Case, verdict: Verdict) -> list[Finding]:
         """Keep each failure of a drawn Case that is new."""
         if self._new_in(verdict) is None or self._campaign.over(self.kernel.name):
-            return
+            return []
         if case.check != "oracle" and self._takes(with_check(case, "oracle")):
             with contextlib.suppress(OutOfTime):
                 case, verdict = _by_oracle_alone(case, verdict, self._runner, self._campaign, self.plan.limits.length)
-        self._keep_new(case, verdict)
+        return self._keep_new(case, verdict)
 
     def _keep_new(self, case: Case, verdict: Verdict) -> list[Finding]:
-        findings = []
+        findings: list[Finding] = []
         while (identity := self._new_in(verdict)) is not None and not self._campaign.over(self.kernel.name):
-            finding = self._keep(identity, case, verdict)
-            findings += [finding] if finding else []
+            findings += filter(None, [self._keep(identity, case, verdict)])
         return findings
 
     def _new_in(self, verdict: Verdict) -> Identity | None:

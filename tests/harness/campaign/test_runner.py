@@ -12,7 +12,7 @@ from support.runs import FunctionExecutor
 
 from attnfuzz.harness.campaign.campaign import run_campaign
 from attnfuzz.harness.campaign.corpus import read_case
-from attnfuzz.harness.campaign.events import CaseResumed, CaseSkipped, Event, TrialFinished
+from attnfuzz.harness.campaign.events import CampaignFinished, CaseResumed, CaseSkipped, Event, TrialFinished
 from attnfuzz.harness.campaign.journal import Journal, left_behind
 from attnfuzz.harness.campaign.runner import Memo, TrialRunner
 from attnfuzz.harness.campaign.settings import Settings
@@ -244,6 +244,22 @@ def test_all_cases_of_a_batch_come_first_each_once(tmp_path: Path) -> None:
     assert [each.deaths for each in events if isinstance(each, CaseResumed)] == [1, 1, 1]
     assert there[:4] == [True, True, False, False]
     assert not list(tmp_path.glob("inflight/*"))
+
+
+def test_a_resumed_case_is_compared_with_the_oracle_alone_as_a_drawn_one_is(tmp_path: Path) -> None:
+    """Else one bug was a finding by the oracle and one by each relation that happened to be in flight."""
+    relation = Failure(kernel=KERNEL.name, kind="relation", output="o", check="split_batch", message="O breaks split_batch")
+
+    def verdict(each: Case) -> Verdict:
+        return Verdict(status="fail", failures=(relation,)) if each.check == "split_batch" else WRONG
+
+    two = msgspec.structs.replace(case(1).problem, seqlens_q=(3, 2), seqlens_k=(3, 2))
+    journal = Journal(tmp_path)
+    journal.launch(msgspec.structs.replace(case(1), problem=two, check="split_batch"))
+    die(journal)
+    events = finished(tmp_path, FunctionExecutor(verdict), most=1)
+    [summary] = next(each for each in events if isinstance(each, CampaignFinished)).summaries
+    assert [each.identity for each in summary.findings] == [WRONG.failures[0].identity]
 
 
 def test_a_run_that_dies_again_leaves_those_that_it_has_not_tried(tmp_path: Path) -> None:
