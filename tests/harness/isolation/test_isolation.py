@@ -168,6 +168,9 @@ class Answers(Supervisor):
     def replace(self) -> None:
         self.fresh += 1
 
+    def hint(self, warm: Any) -> None:
+        """Not needed: no child is started."""
+
 
 def death(why: Any, stage: str, limit: float = 0.5, status: int | None = -9) -> Death:
     return Death(why, stage, 0.5, limit, status, "", 0)
