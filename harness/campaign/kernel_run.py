@@ -29,7 +29,7 @@ from attnfuzz.harness.judge.failure import Identity
 from attnfuzz.harness.judge.verdict import Verdict
 from attnfuzz.harness.trial.errors import DeviceLost
 from attnfuzz.harness.trial.supports import why_not_case
-from attnfuzz.kernels.contract import Device, Kernel
+from attnfuzz.kernels.contract import Kernel
 from attnfuzz.strategies.case import Case, with_check
 
 __all__ = ["KernelRun"]
@@ -96,10 +96,6 @@ def _ran(
     return runner.run_all(cases, "generate", known, lambda: taken.extend(take()), following)
 
 
-def _takes(kernel: Kernel, device: Device, case: Case) -> bool:
-    return why_not_case(kernel, case, device) is None
-
-
 def _so_far(statistics: Statistics) -> tuple[int, tuple[float, ...], Disturbances]:
     return statistics.replaced, tuple(statistics.recoveries), statistics.disturbances
 
@@ -120,7 +116,6 @@ class KernelRun:
         self.clock, self._until = TrialClock(), context.end
         self._known, self._any = set[Identity](), False
         """Known failures, and whether any drawn Case has a Verdict."""
-        self._takes = functools.partial(_takes, kernel, context.settings.device)
         self._supply = _supply(kernel, plan, context, campaign)
         self._runner = TrialRunner(
             context.executor,
@@ -206,7 +201,8 @@ class KernelRun:
         """Keep each failure of a drawn Case that is new."""
         if self._new_in(verdict) is None or self._campaign.over(self.kernel.name):
             return []
-        if case.check != "oracle" and self._takes(with_check(case, "oracle")):
+        alone, device = with_check(case, "oracle"), self._context.settings.device
+        if case.check != "oracle" and why_not_case(self.kernel, alone, device) is None:
             with contextlib.suppress(OutOfTime):
                 case, verdict = _by_oracle_alone(case, verdict, self._runner, self._campaign, self.plan.limits.length)
         return self._keep_new(case, verdict)

@@ -39,7 +39,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _of_any_msgspec(schema: Any) -> Any:
-    """Leave out what msgspec writes since 0.23 alone: the names that keys may have, and empty objects that are made by a call."""
+    """Leave out what msgspec writes since 0.23 or writes more often: names that keys may have, empty objects as defaults."""
     if isinstance(schema, dict):
         kept = {name: each for name, each in schema.items() if name != "propertyNames" and (name, each) != ("default", {})}
         return {name: _of_any_msgspec(each) for name, each in kept.items()}
