@@ -21,7 +21,7 @@ from attnfuzz.oracles.budgets.score_gradient import Gradients
 from attnfuzz.oracles.budgets.scores import Scores, scores
 from attnfuzz.oracles.budgets.sinks import SlotSinks
 from attnfuzz.oracles.budgets.sums import Sums
-from attnfuzz.oracles.slots import Flat, SlotFrame, Slots, flat, integers, sinks_of
+from attnfuzz.oracles.slots import Flat, SlotFrame, Slots, flat, reals_sent, sinks_of
 
 __all__ = ["BatchTruth", "truth_of_batches"]
 
@@ -167,5 +167,5 @@ class _Totals:
         for p in self._slots.problems:
             steps += steps_of_rows(p) * p.kv_heads
             keys += p.seqlens_k * p.kv_heads
-        each = integers(steps).to(torch.float64).repeat_interleave(integers(keys))
-        return each[:, None].to(self._keys.device, non_blocking=True)
+        of_part, counts = reals_sent([steps, keys], self._keys.device)
+        return of_part.repeat_interleave(counts.long(), output_size=sum(keys))[:, None]

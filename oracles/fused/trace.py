@@ -34,6 +34,7 @@ _METHODS: dict[str, tuple[Kind, str]] = {
     "hypot": ("double", "::hypot({0}, {1})"),
     "round": ("double", "::rint({0})"),
     "ceil": ("double", "::ceil({0})"),
+    "floor": ("double", "::floor({0})"),
     "sign": ("double", "(double)(({0} > 0) - ({0} < 0))"),
     # Of two numbers; NaN stays NaN.
     "minimum": ("double", "({0} != {0} || {0} < {1}) ? {0} : {1}"),

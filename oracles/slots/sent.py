@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 
 import torch
 
-__all__ = ["bits_of", "integers", "sent"]
+__all__ = ["integers", "reals_sent", "sent"]
 
 
 def integers(values: Sequence[int]) -> torch.Tensor:
     """Return int64 numbers as a tensor of the host; torch.tensor takes seven times as long for a list of thousands."""
     return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.zeros(0, dtype=torch.int64)
-
-
-def bits_of(values: Sequence[float]) -> torch.Tensor:
-    """Return the bits of float64 numbers as int64, to be sent beside integers."""
-    return torch.frombuffer(array("d", values), dtype=torch.int64) if values else torch.zeros(0, dtype=torch.int64)
 
 
 def sent(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -26,3 +22,10 @@ def sent(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tens
     It is not waited for, nor what the device does before it: the driver takes its own copy of memory that is not pinned.
     """
     return list(torch.cat(list(parts)).to(device, non_blocking=True).split([len(each) for each in parts]))
+
+
+def reals_sent(parts: Sequence[Sequence[float]], device: torch.device) -> list[torch.Tensor]:
+    """Return numbers on the device as float64, a tensor for each part, by one copy that nothing waits for, as in `sent`."""
+    whole = array("d", itertools.chain(*parts))
+    flat = torch.frombuffer(whole, dtype=torch.float64) if whole else torch.zeros(0, dtype=torch.float64)
+    return list(flat.to(device, non_blocking=True).split([len(each) for each in parts]))

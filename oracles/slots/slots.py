@@ -2,7 +2,8 @@
 
 Batches have equal dims and dtype. A row is one query of one head; rows and keys of all batches lie one after the other, each
 batch heads first, so that a batch's results are a slice. A frame is `(Z, rows, keys)` as in frames.py, but Z counts slots of any
-batch. All indices are computed on the host and sent at once: nothing here waits for the device.
+batch. What describes the slots is sent at once, and their indices, a number for each row and key, are computed of it on the
+device, as float64: on the host they took as long as some frames. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -22,7 +23,7 @@ from attnfuzz.oracles.frames import Loaded
 from attnfuzz.oracles.fused import fused
 from attnfuzz.oracles.modifiers import Leaves, Modifiers
 from attnfuzz.oracles.slots.groups import grouped
-from attnfuzz.oracles.slots.sent import bits_of, integers, sent
+from attnfuzz.oracles.slots.sent import integers, reals_sent
 
 __all__ = ["Flat", "SlotFrame", "Slots", "flat", "sinks_of"]
 
@@ -93,25 +94,20 @@ class Slots:
         together = grouped([(each.rows, each.n_k) for each in slots], chunk, around)
         self.place = {number: (at, z) for at, numbers in enumerate(together) for z, number in enumerate(numbers)}
         self.together = together
-        none = (self.row_starts[-1], self.key_starts[-1], None if sinks is None else self.head_starts[-1])
-        tables = [_Table([slots[number] for number in numbers], none, even) for numbers in together]
+        tables = [_Table([slots[number] for number in numbers], even, sunk=sinks is not None) for numbers in together]
         self._tables = tables
-        starts = (self.row_starts, self.key_starts)
-        of_row, of_key = (_repeated([stop - start for start, stop in itertools.pairwise(each)]) for each in starts)
-        sides = [[(p.packing == "dense", p.seqlens_q, p.slack_q, p.heads) for p in problems]]
-        sides += [[(p.packing == "dense", p.seqlens_k, p.slack_k, p.kv_heads) for p in problems]]
-        rows, lse = _own(sides[0], of_row, starts[0])
-        keys, _ = _own(sides[1], of_key, starts[1])
-        framed = [_inverse([table.parts[at] for table in tables], count[-1]) for at, count in enumerate(starts)]
-        parts = [rows, keys, lse, of_row, of_key, *framed]
-        parts += [self._head_of_row(), self._batch_of_head()] if sinks is not None else [integers([])] * 2
-        on_device = sent([*parts, *(x for table in tables for x in table.parts)], device)
-        self.rows, self.keys, self.lse, self.batch_of_row, self.batch_of_key, *rest = on_device
-        self.framed_rows, self.framed_keys, self.head_of_row, self.batch_of_head, *rest = rest
-        size = len(tables[0].parts) if tables else 1
-        self.frames = [
-            SlotFrame(problems[0].dtype, table, rest[size * at : size * (at + 1)], sinks) for at, table in enumerate(tables)
-        ]
+        sides = [_layouts(problems, each) for each in ("q", "k")]
+        heads = [p.heads for p in problems] if sinks is not None else []
+        queries = [p.total_q for p, count in zip(problems, heads, strict=False) for _ in range(count)]
+        of_q, of_k, heads_, queries_, *columns = reals_sent([*sides, heads, queries, *(each.columns for each in tables)], device)
+        rows, keys = self.row_starts[-1], self.key_starts[-1]
+        self.batch_of_row, self.rows, self.lse = _own(of_q.view(-1, len(_Layout._fields)), rows)
+        self.batch_of_key, self.keys, _ = _own(of_k.view(-1, len(_Layout._fields)), keys)
+        self.batch_of_head, self.head_of_row = _repeated(heads_, len(queries)), _repeated(queries_, rows if queries else 0)
+        none = (rows, keys, self.head_starts[-1])
+        self.frames = [SlotFrame(problems[0].dtype, *each, none, sinks) for each in zip(tables, columns, strict=True)]
+        self.framed_rows = _inverse([frame.at_rows for frame in self.frames], rows, device)
+        self.framed_keys = _inverse([frame.at_keys for frame in self.frames], keys, device)
 
     def number(self, batch: int, sequence: int, kv_head: int) -> int:
         """Return the number of a slot, of a sequence with queries and keys."""
@@ -123,12 +119,6 @@ class Slots:
         every = [self.place[number] for number in range(len(self.place))]
         heights = [self._tables[frame].heights[z] for frame, z in every]
         return integers([frame for frame, _ in every]), integers([z for _, z in every]), integers(heights)
-
-    def _head_of_row(self) -> torch.Tensor:
-        return _repeated([p.total_q for p in self.problems for _ in range(p.heads)])
-
-    def _batch_of_head(self) -> torch.Tensor:
-        return _repeated([p.heads for p in self.problems])
 
     def _slots(self) -> tuple[list[_Slot], dict[tuple[int, int], int]]:
         slots: list[_Slot] = []
@@ -150,78 +140,128 @@ class Slots:
         return slots, first
 
 
-def _repeated(counts: Sequence[int]) -> torch.Tensor:
-    """Return the number of each of `counts`, as often as it says."""
-    return torch.arange(len(counts)).repeat_interleave(integers(counts))
+class _Layout(NamedTuple):
+    """How the tensors of one batch lie: of q, or of k.
+
+    `size`: (head, token) pairs. `start`: the number of the first among those of all batches. `length`, `width`: tokens of a
+    sequence, without and with slack; a ragged batch lies as a dense one of a single sequence does. `behind`: elements of the
+    tensors before it, of one number for each head and token.
+    """
+
+    size: int
+    start: int
+    tokens: int
+    length: int
+    width: int
+    heads: int
+    behind: int
 
 
-def _inverse(parts: list[torch.Tensor], count: int) -> torch.Tensor:
+def _layouts(problems: Sequence[Problem], side: Literal["q", "k"]) -> list[int]:
+    """Return the layouts of all batches, one after the other; where a number divides, it is at least 1."""
+    table: list[int] = []
+    start = behind = 0
+    for p in problems:
+        lengths, slack, heads = (p.seqlens_q, p.slack_q, p.heads) if side == "q" else (p.seqlens_k, p.slack_k, p.kv_heads)
+        tokens = sum(lengths)
+        length, sequences = (lengths[0], len(lengths)) if p.packing == "dense" else (tokens, 1)
+        table += _Layout(tokens * heads, start, max(1, tokens), max(1, length), length + slack, heads, behind)
+        start, behind = start + tokens * heads, behind + sequences * (length + slack) * heads
+    return table
+
+
+def _repeated(counts: torch.Tensor, total: int) -> torch.Tensor:
+    """Return the number of each of `counts`, as often as it says, `total` in all."""
+    return torch.repeat_interleave(counts.long(), output_size=total)
+
+
+def _inverse(parts: list[torch.Tensor], count: int, device: torch.device) -> torch.Tensor:
     """Return for each of `count` rows its place in `parts`, one after the other, where other numbers are padding."""
-    numbers = torch.cat(parts) if parts else integers([])
-    places = torch.full((count + 1,), len(numbers))
-    places[numbers] = torch.arange(len(numbers))
+    total = sum(map(len, parts))
+    places = torch.full((count + 1,), total, device=device)
+    if parts:
+        places[torch.cat(parts)] = torch.arange(total, device=device)
     return places[:count]
 
 
-def _own(
-    sides: Sequence[tuple[bool, tuple[int, ...], int, int]], batch: torch.Tensor, starts: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where the (head, token) of all batches are in their tensors `([batch,] tokens, heads)`, one after the other.
+def _own(layouts: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the batch of each of all (head, token), and where they are in the batches' tensors, one after the other.
 
-    The second tensor: where they are in tensors `([batch,] heads, tokens)`.
+    First in tensors `([batch,] tokens, heads)`, then in those `([batch,] heads, tokens)`.
 
     Args:
-        sides: of each batch whether it is dense, its lengths, slack and heads.
-        batch: the number of the batch of each (head, token).
-        starts: where a batch begins.
+        layouts: float64 `(batches, 7)`, of `_Layout`.
+        total: how many they are.
     """
-    table: list[int] = []
-    behind = 0
-    for (dense, lengths, slack, heads), start in zip(sides, starts, strict=False):
-        # A ragged batch lies as a dense one of a single sequence does.
-        tokens = sum(lengths)
-        length, sequences = (lengths[0], len(lengths)) if dense else (tokens, 1)
-        table += [start, max(1, tokens), max(1, length), length + slack, heads, behind]
-        behind += sequences * (length + slack) * heads
-    start, tokens, length, width, heads, behind = integers(table).view(-1, 6).T.index_select(1, batch).unbind()
-    at = torch.arange(len(batch)) - start
-    head = at // tokens
+    batch = _repeated(layouts[:, 0], total)
+    number = torch.arange(total, dtype=torch.float64, device=layouts.device)
+    by_token, by_head = _places(number, *layouts[:, 1:].T.index_select(1, batch).unbind())
+    return batch, by_token.long(), by_head.long()
+
+
+@fused
+def _places(
+    number: torch.Tensor,
+    start: torch.Tensor,
+    tokens: torch.Tensor,
+    length: torch.Tensor,
+    width: torch.Tensor,
+    heads: torch.Tensor,
+    behind: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where a (head, token) is in tensors of both orders. Quotients are exact: all are far below 2**53."""
+    at = number - start
+    head = torch.floor(at / tokens)
     token = at - head * tokens
-    sequence = token // length
+    sequence = torch.floor(token / length)
     at = token - sequence * length
     return (sequence * width + at) * heads + head + behind, (sequence * heads + head) * width + at + behind
 
 
 class _Table:
-    """A frame's indices on the host: rows, keys, first and last visible key of each row; scale, rows and keys of each slot.
+    """What describes the slots of a frame, on the host. `heights`: rows of each head of a slot."""
 
-    With sinks, which count as keys, also the head of each row; `none`: the numbers of no row, no key and no head.
-    """
-
-    def __init__(self, slots: list[_Slot], none: tuple[int, int, int | None], even: bool) -> None:
-        no_row, no_key, no_head = none
+    def __init__(self, slots: list[_Slot], even: bool, *, sunk: bool) -> None:
         longest = max([x.n_q for x in slots])
         self.heights = [longest if even else x.n_q for x in slots]
-        """Rows of each head of a slot."""
         most = max([x.groups * height for x, height in zip(slots, self.heights, strict=True)])
-        self.shape = (len(slots), most, max([x.n_k for x in slots]) + (no_head is not None))
+        self.shape = (len(slots), most, max([x.n_k for x in slots]) + sunk)
         self.rows_of_head = longest if even else most
-        *columns, scale, _ = zip(*slots, strict=True)
-        table = integers([*itertools.chain(*columns), *self.heights]).view(len(columns) + 1, -1, 1)
-        _, first_head, first_row, between, groups, n_q, first_key, n_k, shift, left, right, height = table.unbind()
-        r, j = torch.arange(self.shape[1]), torch.arange(self.shape[2])
-        head = r // height
-        i = r - head * height
-        inside = (head < groups) & (i < n_q)
-        at_rows = torch.where(inside, first_row + head * between + i, no_row)
-        at_keys = torch.where(j < n_k, first_key + j, no_key)
-        start, stop = i + shift - left, torch.minimum(i + shift + right + 1, n_k)
-        stop.masked_fill_(~inside, 0)
-        numbers = bits_of([*scale, *[x.rows for x in slots], *[x.n_k + x.sunk for x in slots]])
-        self.parts = [at_rows.flatten(), at_keys.flatten()]
-        self.parts += [*(each.double().view(torch.int64).flatten() for each in (start, stop)), numbers]
-        if no_head is not None:
-            self.parts.append(torch.where(inside, first_head + head, no_head).flatten())
+        _, *columns, scale, _ = zip(*slots, strict=True)
+        numbers = (self.heights, scale, [x.rows for x in slots], [x.n_k + x.sunk for x in slots])
+        self.columns = [*itertools.chain(*columns, *numbers)]
+        """Of each column one number a slot: those of `_Slot` from `first_head` to `right`, its heights, scale, rows and keys."""
+
+
+@fused
+def _rows(
+    r: torch.Tensor,
+    first_head: torch.Tensor,
+    first_row: torch.Tensor,
+    between: torch.Tensor,
+    groups: torch.Tensor,
+    n_q: torch.Tensor,
+    n_k: torch.Tensor,
+    shift: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    height: torch.Tensor,
+    no_row: float,
+    no_head: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return of row r of a frame: which of all rows it is, its head, the first key that it sees, and the one after the last."""
+    head = torch.floor(r / height)
+    i = r - head * height
+    inside = (head < groups) & (i < n_q)
+    stop = torch.where(inside, torch.minimum(i + shift + right + 1.0, n_k), 0.0)
+    row, of_head = torch.where(inside, first_row + head * between + i, no_row), torch.where(inside, first_head + head, no_head)
+    return row, of_head, i + shift - left, stop
+
+
+@fused
+def _keys(j: torch.Tensor, first_key: torch.Tensor, n_k: torch.Tensor, no_key: float) -> torch.Tensor:
+    """Return which of all keys key j of a frame is."""
+    return torch.where(j < n_k, first_key + j, no_key)
 
 
 class SlotFrame:
@@ -233,17 +273,26 @@ class SlotFrame:
 
     part = 1.0
 
-    def __init__(self, dtype: Dtype, table: _Table, parts: Sequence[torch.Tensor], sinks: torch.Tensor | None) -> None:
+    def __init__(
+        self, dtype: Dtype, table: _Table, columns: torch.Tensor, none: tuple[int, int, int], sinks: torch.Tensor | None
+    ) -> None:
+        """Compute the indices from what a `_Table` has; `none`: the numbers of no row, no key and no head."""
         self.dtype: Dtype = dtype
         self.modifiers = Modifiers(None, None, {})
         self.shape = table.shape
-        z, rows, _ = table.shape
-        self.at_rows, self.at_keys, begin, end, numbers, *at_heads = parts
-        self.at_heads = at_heads[0] if at_heads else None
-        self.sinks = None if sinks is None or self.at_heads is None else sinks[self.at_heads].view(z, rows, 1)
-        self._begin, self._end = (each.view(torch.float64).view(z, rows, 1) for each in (begin, end))
+        z, rows, keys = table.shape
+        numbers = columns.view(-1, z, 1)
+        first_head, first_row, between, groups, n_q, first_key, n_k, shift, left, right, height, *_ = numbers.unbind()
+        r, j = (torch.arange(count, dtype=torch.float64, device=columns.device) for count in (rows, keys))
+        no_row, no_key, no_head = map(float, none)
+        of_slot = (first_head, first_row, between, groups, n_q, n_k, shift, left, right, height)
+        row, head, begin, end = _rows(r, *of_slot, no_row, no_head)
+        self.at_rows, self.at_keys = row.flatten().long(), _keys(j, first_key, n_k, no_key).flatten().long()
+        self.at_heads = None if sinks is None else head.flatten().long()
+        self.sinks = None if sinks is None else sinks[self.at_heads].view(z, rows, 1)
+        self._j, self._begin, self._end = j, begin[:, :, None], end[:, :, None]
         self._visible: torch.Tensor | None = None
-        self.scale, self.terms_q, self.n_k = numbers.view(torch.float64).view(3, z, 1, 1).unbind()
+        self.scale, self.terms_q, self.n_k = numbers[-3:, :, :, None].unbind()
         self.terms_k, self.rows_of_head = self.n_k, table.rows_of_head
 
     def take(self, flat: Flat) -> Loaded:
@@ -258,8 +307,7 @@ class SlotFrame:
     def visible(self) -> torch.Tensor:
         """Return which keys a row sees, bool `(Z, rows, keys)`; none for padding. It is kept until `release`."""
         if self._visible is None:
-            j = torch.arange(self.shape[2], dtype=torch.float64, device=self._end.device)
-            self._visible = _seen(j, self._begin, self._end, self.sinks, self.shape[2] - 1)
+            self._visible = _seen(self._j, self._begin, self._end, self.sinks, self.shape[2] - 1)
         return self._visible
 
     def release(self) -> None:

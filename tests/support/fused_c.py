@@ -19,7 +19,7 @@ launch = importlib.import_module("attnfuzz.oracles.fused.launch")
 # Declared here: to read <cmath> takes g++ twice as long as all the rest, for each of 200 kernels.
 _HEAD = """extern "C" {
 double fabs(double), sqrt(double), exp(double), expm1(double), log(double), log1p(double), log2(double);
-double rint(double), ceil(double), hypot(double, double);
+double rint(double), ceil(double), floor(double), hypot(double, double);
 }
 #define __device__
 #define __global__
