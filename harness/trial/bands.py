@@ -64,10 +64,10 @@ class _Band(NamedTuple):
     what: str
     form: tuple[Sequence[int], torch.dtype] | None
     """Shape and dtype, where they are part of its name."""
-    words: torch.Tensor
-    """The whole buffer as int16: band, tensor, band."""
+    held: torch.Tensor
+    """The whole buffer, of any dtype: band, tensor, band."""
     size: int
-    """Words of it."""
+    """Words of 16 bits of it."""
     device: torch.device
     before: int
     """Words in front of the tensor."""
@@ -80,9 +80,14 @@ class _Band(NamedTuple):
         """What a message calls the tensor."""
         return self.what if self.form is None else f"{self.what} {tuple(self.form[0])} {self.form[1]}"
 
+    @property
+    def words(self) -> torch.Tensor:
+        """The whole buffer as int16."""
+        return self.held.view(torch.int16)
+
     def taken(self) -> bool:
         """Whether the kernel has made the allocation smaller."""
-        return bool(self.words.untyped_storage().nbytes() < 2 * self.size)
+        return bool(self.held.untyped_storage().nbytes() < 2 * self.size)
 
 
 class Bands:
@@ -178,16 +183,21 @@ class Bands:
         pieces: Pieces | None,
         begin: int = 0,
     ) -> tuple[torch.Tensor, int]:
-        """Return words with room for `size` bytes between bands, and the byte where it begins.
+        """Return a buffer with room for `size` bytes between bands, and the byte where it begins.
 
         That is `lead` bytes (an even number) past a multiple of the alignment. `dtype`: of what they are for. `pieces` gets the
-        bands; without it they are filled here. `named`, `begin`: of the `_Band`.
+        bands, and the buffer is of that dtype, of which a part takes one operation less; without it they are filled here, and it
+        is of int16. `named`, `begin`: of the `_Band`.
         """
         patterns = _patterns(len(self._kept) % _PATTERNS, integers=dtype in _INTEGERS)
         before = _BAND + lead // 2 * 2
         count = (before + size + _BAND + 1) // 2
         if pieces is not None:
-            words = torch.empty((count,), dtype=torch.int16, device=device)
+            item = dtype.itemsize
+            elements = -(-2 * count // max(2, item)) * (2 if item == 1 else 1)
+            count = elements * item // 2
+            # torch.empty takes nearly twice as long.
+            words = torch.empty_strided((elements,), (1,), dtype=dtype, device=device)
             start = words.data_ptr()
             behind = start + before + size
             pieces.fill_both((start, before, patterns.twice_before), (behind, start + 2 * count - behind, patterns.twice_after))
@@ -206,7 +216,7 @@ class Bands:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type not in ("cpu", "cuda"):
             return offset
         address, size = tensor.untyped_storage().data_ptr(), tensor.element_size()
-        band = next((each for each in self._kept if each.words.data_ptr() == address), None)
+        band = next((each for each in self._kept if each.held.data_ptr() == address), None)
         if band is None or offset * size >= 2 * band.before:
             return offset
         there = offset + int((2 * band.before - band.begin) // size)
@@ -277,11 +287,13 @@ def _of(pieces: dict[torch.device, Pieces], device: torch.device) -> Pieces:
 
 
 def _part(words: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-    """Return the tensor that begins at byte `start` of words of 16 bits."""
+    """Return the tensor that begins at byte `start` of words of 16 bits, or of elements of its own dtype."""
     size = dtype.itemsize
-    if rest := 2 * words.shape[0] % size:
-        # Behind it in memory that it shares lies one of smaller elements; words of the last band are left out.
-        words = words[: -(rest // 2)]
+    if words.dtype == dtype:
+        return words.as_strided(shape, strides, start // size)
+    if rest := words.nbytes % size:
+        # Behind it in memory that it shares lies one of smaller elements; the end of the last band is left out.
+        words = words[: -(rest // words.itemsize)]
     return words.view(dtype).as_strided(shape, strides, start // size)
 
 
@@ -296,7 +308,7 @@ def _write_words(words: torch.Tensor, start: int, word: int) -> None:
 
 def _check_bands(bands: Sequence[_Band], pieces: Pieces) -> None:
     for each in bands:
-        start, patterns = each.words.data_ptr(), each.patterns
+        start, patterns = each.held.data_ptr(), each.patterns
         last = start + 2 * (each.size - _HALF), 2 * _HALF, patterns.twice_after
         pieces.both_hold((start, 2 * each.before, patterns.twice_before), last)
 

@@ -152,5 +152,5 @@ def _equal_rows(t: Scores, f: Forward) -> torch.Tensor:
     hidden = t.dead[..., 0] != 0
     rows = ((t.q, 2.0), (f.o, 1.0), (t.d_o, 1.0))
     places = torch.stack([x @ direction(x.shape[-1], x.device) for x, _ in rows]).masked_fill_(hidden, torch.inf)
-    norms = torch.stack([x.norm(dim=-1).mul_(t.form.u / (128 * parts)) for x, parts in rows])
+    norms = torch.stack([torch.linalg.vector_norm(x, dim=-1).mul_(t.form.u / (128 * parts)) for x, parts in rows])
     return near(places, norms).masked_fill_(hidden, 0.0).sum(-1)

@@ -298,6 +298,6 @@ def _equal_rows(t: Scores, f: Forward) -> torch.Tensor:
     for rows, window in ((t.q, t.form.u / 16), (f.o, t.form.u / 8)):
         # Padding is placed at infinity, so that it is not counted.
         place = (rows @ direction(rows.shape[-1], rows.device)).masked_fill_(t.dead[..., 0] != 0, torch.inf)
-        distance = window * rows.norm(dim=-1)
+        distance = window * torch.linalg.vector_norm(rows, dim=-1)
         counts.append(near(place, distance))
     return torch.maximum(*counts)[..., None]

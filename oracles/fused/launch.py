@@ -110,7 +110,9 @@ class _Launch:
 
     def _outputs(self, shape: Sequence[int], where: torch.device) -> list[torch.Tensor]:
         if not self.stacked:
-            return [torch.empty(shape, dtype=each, device=where) for each in self.results]
+            # Others like the first: torch.empty of sizes takes twice as long.
+            first = torch.empty(shape, dtype=self.results[0], device=where)
+            return [first, *[torch.empty_like(first, dtype=each) for each in self.results[1:]]]
         parts = {
             dtype: iter(torch.empty((self.results.count(dtype), *shape), dtype=dtype, device=where).unbind())
             for dtype in set(self.results)

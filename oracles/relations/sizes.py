@@ -103,12 +103,12 @@ def rms(size: torch.Tensor, elements: int) -> torch.Tensor:
 
     It has no dimensions: a number would wait for the device.
     """
-    return size.norm() / math.sqrt(max(1, elements))
+    return torch.linalg.vector_norm(size) / math.sqrt(max(1, elements))
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """Return the norm of each row, `(heads, rows, 1)`."""
-    return x.norm(dim=2, keepdim=True)
+    return torch.linalg.vector_norm(x, dim=2, keepdim=True)
 
 
 class Noise:
@@ -177,7 +177,7 @@ class Noise:
 
     @cached_property
     def _v_columns(self) -> torch.Tensor:
-        return self.v.norm(dim=1, keepdim=True)
+        return torch.linalg.vector_norm(self.v, dim=1, keepdim=True)
 
     @cached_property
     def _rms_v(self) -> torch.Tensor:
@@ -213,7 +213,7 @@ class Noise:
             case "o":
                 return formulas.unit_of_o(expected, *of_p, self._rms_v, self._column(self._v_columns), self.errors)
             case "dq":
-                of_column = self._column(self.k.norm(dim=1, keepdim=True))
+                of_column = self._column(torch.linalg.vector_norm(self.k, dim=1, keepdim=True))
                 mean_k = self._of_heads(self.k.mean(1, keepdim=True))
                 return formulas.unit_of_dq(
                     expected, self.q, self.sigma, self.q_size, self._d_size, *of_p, self._rms_k, self._rms_v, mean_k, of_column,

@@ -164,8 +164,8 @@ def _numbers(scaled: torch.Tensor, terms: float | torch.Tensor | None, *, noise:
         return [scaled.amax()]
     heads, rows, dims = scaled.shape
     of_row, of_head = _limits((heads, rows, dims), terms)
-    by_row = scaled.norm(dim=2)
-    by_head = by_row.norm(dim=1).amax() / (of_head * math.sqrt(rows * dims))
+    by_row = torch.linalg.vector_norm(scaled, dim=2)
+    by_head = torch.linalg.vector_norm(by_row, dim=1).amax() / (of_head * math.sqrt(rows * dims))
     return [scaled.amax(), (by_row / (of_row * math.sqrt(dims))).amax(), by_head]
 
 
