@@ -177,10 +177,12 @@ def reference_of_heads(
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     of = {} if sinks is None else {SINKS: sinks.detach().requires_grad_()}
     o, lse = attention(q, k, v, visible, scale, sinks=of.get(SINKS))
-    loss = (o * d_o).sum()
+    results, gradients = [o], [d_o]
     if d_lse is not None:
-        loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * d_lse[..., 0]).sum()
-    dq, dk, dv, *rest = torch.autograd.grad(loss, (q, k, v, *of.values()))
+        results.append(lse)
+        gradients.append(d_lse[..., 0].masked_fill(lse == -torch.inf, 0.0))
+    # Those of the loss of `reference` for O and LSE, of which autograd needs no operations.
+    dq, dk, dv, *rest = torch.autograd.grad(results, (q, k, v, *of.values()), gradients)
     return Reference(o=o.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv, captured=dict(zip(of, rest, strict=True)))
 
 

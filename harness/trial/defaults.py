@@ -43,11 +43,19 @@ def of_kernel() -> Iterator[None]:
 
 def _taken() -> _Defaults:
     """Return the defaults, and replace them by torch's own."""
-    current = torch.get_default_device(), torch.get_default_dtype()
+    current = _default_device(), torch.get_default_dtype()
     if current != _OWN:
         torch.set_default_device(None)
         torch.set_default_dtype(_OWN[1])
     return current
+
+
+def _default_device() -> torch.device:
+    """Return torch's default device, at once where no mode of functions is on: a default device is one."""
+    try:
+        return torch.get_default_device() if torch._C._len_torch_function_stack() else _OWN[0]
+    except AttributeError:
+        return torch.get_default_device()
 
 
 def _set(defaults: _Defaults) -> None:
