@@ -13,11 +13,12 @@ from attnfuzz.kernels.contract import Device
 __all__ = ["auto_workers", "useful_workers"]
 
 _PER_GPU = 16
-"""Most workers of one GPU; more have not been measured."""
-_OF_CORES, _SHARED = {"cpu": 1.0, "cuda": 0.75}, 0.875
+"""Most workers of one GPU: on an H200 18 and 20 had no more Cases a second."""
+_OF_CORES, _SHARED = {"cpu": 1.0, "cuda": 0.75}, 1.0
 """Workers for each core. With a GPU, a worker and its child want a core at the same time: on one H100 and 16 cores, 8, 12 and 16
-workers tried 8,400, 11,000 and 10,200 Cases of three kernels in half a minute. Where they share the GPU by MPS: on an H200 and 16
-cores, 14 tried 1,590 a second for two minutes; 16 tried 1,680, and one that seemed to hang ended it (docs/performance.md)."""
+workers tried 8,400, 11,000 and 10,200 Cases of three kernels in half a minute. Where they share the GPU by MPS, each waits less
+for the others: on two H200 nodes with 16 cores, 16 and 18 workers had 1 to 15 % more Cases a second than 14
+(docs/performance.md)."""
 _GPU_MIB = 5 << 10
 """MiB of a worker on its GPU: the contexts of its child and of the next, and the tensors of a batch."""
 _HOST_BYTES = 3 << 29

@@ -152,7 +152,7 @@ def test_settings_are_frozen() -> None:
         Settings().seed = 1  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("cores", "cpu", "cuda", "shared"), [(1, 1, 1, 1), (2, 2, 1, 1), (16, 16, 12, 14), (64, 64, 32, 32)])
+@pytest.mark.parametrize(("cores", "cpu", "cuda", "shared"), [(1, 1, 1, 1), (2, 2, 1, 2), (16, 16, 12, 16), (64, 64, 32, 32)])
 def test_workers_leave_cores_to_children_that_feed_a_gpu(
     cores: int, cpu: int, cuda: int, shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
