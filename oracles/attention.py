@@ -180,8 +180,8 @@ def reference_of_heads(
     results, gradients = [o], [d_o]
     if d_lse is not None:
         results.append(lse)
-        gradients.append(d_lse[..., 0].masked_fill(lse == -torch.inf, 0.0))
-    # Those of the loss of `reference` for O and LSE, of which autograd needs no operations.
+        gradients.append(d_lse[..., 0])
+    # The gradients of the loss of `reference` with respect to O and LSE; rows that see no key have none (`attention`).
     dq, dk, dv, *rest = torch.autograd.grad(results, (q, k, v, *of.values()), gradients)
     return Reference(o=o.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv, captured=dict(zip(of, rest, strict=True)))
 

@@ -53,7 +53,7 @@ class _Choices(ConjectureData):
     def draw(self, strategy: st.SearchStrategy[T], label: int | None = None, observe_as: str | None = None) -> T:
         """Return a value of `strategy`."""
         own = _unwrapped(strategy)
-        # Of a type that does not say when it is empty none is; to ask takes a tenth of the time of a draw.
+        # Strategies of a type without a rule of its own are never empty; asking each takes a tenth of the time of a draw.
         if type(own).calc_is_empty is not SearchStrategy.calc_is_empty and strategy.is_empty:
             self.mark_invalid(f"empty strategy {strategy!r}")
         if self.depth >= _DEEPEST:

@@ -12,7 +12,7 @@ from typing import Literal
 from attnfuzz.harness.campaign.compiles import CompileService, KeyState, Wanted
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.corpus import repro_line
-from attnfuzz.harness.campaign.coverage import Phase
+from attnfuzz.harness.campaign.coverage import Phase, Tally
 from attnfuzz.harness.campaign.events import (
     CampaignFinished,
     Event,
@@ -210,15 +210,19 @@ class Coordinator:
         until = time.monotonic() + seconds
         return all(state.count(until) for state in self.states.values())
 
-    def trial(self, kernel: str, phase: Phase, case: Case, verdict: Verdict) -> None:
-        """Take note of a trial, and pass it on."""
+    def trial(self, kernel: str, phase: Phase, case: Case, verdict: Verdict, counted: bool = False) -> None:
+        """Take note of a trial, and pass it on; `counted`: what it counts comes by `add_counts`."""
         state = self.states[kernel]
-        state.note(phase, case, verdict)
+        state.note(phase, case, verdict, counted=counted)
         if self._workers == 1:
             # No other worker waits, and the record of the run has it at once.
             state.count()
         self.context.listener(TrialFinished(kernel, phase, case, verdict))
         self.compiles.poll()
+
+    def add_counts(self, kernel: str, tally: Tally) -> None:
+        """Add what a worker has counted."""
+        self.states[kernel].add_counts(tally)
 
     def pass_on(self, event: Event) -> None:
         """Pass an event on."""

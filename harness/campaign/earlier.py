@@ -143,7 +143,9 @@ class EarlierCases:
 
     def tried(self, case: Case) -> None:
         """Note that a Case has been tried, which may be a stored one, or one that was in flight."""
-        self._resumed.discard(case)
+        if self._resumed:
+            # A Case is hashed whole.
+            self._resumed.discard(case)
         if self._missing and (stored := self._missing.pop(case, None)) is not None:
             self.replayed.append(stored.path.name)
 

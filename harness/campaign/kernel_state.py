@@ -56,7 +56,7 @@ class KernelState:
     ) -> None:
         self.kernel, self.plan, self._context = kernel, plan, context
         self._tally, self._contrast = Tally(), Contrast()
-        self._uncounted = deque[tuple[Phase, Case, Verdict]]()
+        self._uncounted = deque[tuple[Phase, Case, Verdict, bool]]()
         """Trials that are noted and not counted yet."""
         self.tried = False
         """Whether some Case has been tried."""
@@ -175,10 +175,13 @@ class KernelState:
         drawn = any(self.ready.values()) or any(self.waiting.values())
         return not (self.earlier or self.workers or drawn or not self.rounds.over)
 
-    def note(self, phase: Phase, case: Case, verdict: Verdict) -> None:
-        """Take note of a trial: what it shows is counted later, by `count`, since workers wait for answers meanwhile."""
+    def note(self, phase: Phase, case: Case, verdict: Verdict, *, counted: bool = False) -> None:
+        """Take note of a trial: what it shows is counted later, by `count`, since workers wait for answers meanwhile.
+
+        `counted`: the tally has it by `add_counts`.
+        """
         self.tried = True
-        self._uncounted.append((phase, case, verdict))
+        self._uncounted.append((phase, case, verdict, counted))
         if len(self._uncounted) > _MOST_UNCOUNTED:
             # One for each that comes: to count all of them would take a tenth of a second at once.
             self._count_next()
@@ -196,9 +199,14 @@ class KernelState:
         return True
 
     def _count_next(self) -> None:
-        trial = self._uncounted.popleft()
-        self._tally.add(*trial)
-        self._contrast.add(*trial)
+        phase, case, verdict, counted = self._uncounted.popleft()
+        if not counted:
+            self._tally.add(phase, case, verdict)
+        self._contrast.add(phase, case, verdict)
+
+    def add_counts(self, tally: Tally) -> None:
+        """Add what a worker has counted of its trials."""
+        self._tally.merge(tally)
 
     @property
     def tally(self) -> Tally:

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from attnfuzz.harness.campaign.compiles import KeyState
 from attnfuzz.harness.campaign.context import worker_context
-from attnfuzz.harness.campaign.coverage import Phase
+from attnfuzz.harness.campaign.coverage import Phase, Tally
 from attnfuzz.harness.campaign.events import Event, Finding
 from attnfuzz.harness.campaign.executor import executor_of
 from attnfuzz.harness.campaign.far import far_context
@@ -145,8 +145,8 @@ class _RemoteCampaign:
         return kernel in self._over
 
     def trial(self, kernel: str, phase: Phase, case: Case, verdict: Verdict) -> None:
-        """Report a trial."""
-        self._report("trial", kernel, phase, case, verdict)
+        """Report a trial; `_send` adds what it counts."""
+        self._report("trial", kernel, phase, case, verdict, True)
 
     def pass_on(self, event: Event) -> None:
         """Pass an event on."""
@@ -195,11 +195,24 @@ class _RemoteCampaign:
         # Ctrl-C between two parts of a message would spoil what follows it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            reports, self._reports = tuple(self._reports), []
+            reports, self._reports = self._reports, []
             self._sent = time.monotonic()
-            self._connection.send(Message(reports, asks))
+            self._connection.send(Message((*_counts(reports), *reports), asks))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _counts(reports: Sequence[tuple[str, tuple[Any, ...]]]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield reports of what trials among these count, one a kernel: to count it takes longer than to hear of it.
+
+    The campaign's one process hears all workers, so that with two GPUs it had no time left.
+    """
+    tallies: dict[str, Tally] = {}
+    for method, arguments in reports:
+        if method == "trial":
+            kernel, phase, case, verdict, _ = arguments
+            tallies.setdefault(kernel, Tally()).add(phase, case, verdict)
+    yield from (("add_counts", each) for each in tallies.items())
 
 
 def main(arguments: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 Batches have equal dims and dtype. A row is one query of one head; rows and keys of all batches lie one after the other, each
 batch heads first, so that a batch's results are a slice. A frame is `(Z, rows, keys)` as in frames.py, but Z counts slots of any
-batch. What describes the slots is sent at once, and their indices, a number for each row and key, are computed of it on the
+batch. What describes the slots is sent at once, and their indices, a number for each row and key, are computed from it on the
 device, as float64: on the host they took as long as some frames. Nothing here waits for the device.
 """
 
@@ -81,7 +81,7 @@ class Slots:
         Args:
             problems: those of the batches.
             chunk: scores of a frame.
-            device: where indices are sent.
+            device: where indices are computed.
             even: whether all heads of a frame have equally many rows, for batches of equal groups.
             sinks: those of all heads (`sinks_of`); each frame has one more key then, which is the sink.
         """
@@ -209,7 +209,7 @@ def _places(
     heads: torch.Tensor,
     behind: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where a (head, token) is in tensors of both orders. Quotients are exact: all are far below 2**53."""
+    """Return where a (head, token) is in tensors of both orders. Whole parts of quotients are exact: all are far below 2**53."""
     at = number - start
     head = torch.floor(at / tokens)
     token = at - head * tokens
@@ -230,7 +230,7 @@ class _Table:
         _, *columns, scale, _ = zip(*slots, strict=True)
         numbers = (self.heights, scale, [x.rows for x in slots], [x.n_k + x.sunk for x in slots])
         self.columns = [*itertools.chain(*columns, *numbers)]
-        """Of each column one number a slot: those of `_Slot` from `first_head` to `right`, its heights, scale, rows and keys."""
+        """Of each column one number a slot: those of `_Slot` from `first_head` to `right`, height, scale, rows, keys and sink."""
 
 
 @fused

@@ -10,7 +10,7 @@ from attnfuzz.oracles.slots import integers, reals_sent, sent
 def test_lists_arrive_apart_and_as_they_were() -> None:
     lists = [[3, -1, 1 << 40], [], [0]]
     reals = [0.1, -2.0, float("inf")]
-    arrived, numbers = sent([*map(integers, lists)], torch.device("cpu")), reals_sent([reals, [], [2]], torch.device("cpu"))
+    arrived, numbers = sent(list(map(integers, lists)), torch.device("cpu")), reals_sent([reals, [], [2]], torch.device("cpu"))
     assert [each.tolist() for each in arrived] == lists
     assert [each.tolist() for each in numbers] == [reals, [], [2.0]]
     assert all(each.dtype == torch.int64 for each in (*arrived, integers([])))

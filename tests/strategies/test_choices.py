@@ -93,6 +93,14 @@ def test_some_values_have_few_choices_that_are_not_the_simplest() -> None:
     assert sum(each > 15 for each in plain) > 150
 
 
+@pytest.mark.parametrize(
+    "strategy", [st.nothing(), st.tuples(st.integers(0, 9), st.nothing().map(str)), st.nothing() | st.nothing()]
+)
+def test_a_strategy_without_values_is_rejected(strategy: st.SearchStrategy[Any]) -> None:
+    with pytest.raises(Unsatisfiable):
+        list(choices.values(strategy, seed=0, examples=1))
+
+
 def test_a_value_without_end_is_rejected() -> None:
     endless = st.deferred(lambda: st.tuples(st.integers(0, 9), endless))
     long = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=5000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 import time
 from collections import deque
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 from support.runs import FunctionExecutor
 
-from attnfuzz.harness.campaign import kernel_state
+from attnfuzz.harness.campaign import kernel_state, worker_main
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.coordinator import Coordinator
-from attnfuzz.harness.campaign.coverage import Tally
+from attnfuzz.harness.campaign.coverage import OTHERS, Phase, Tally
 from attnfuzz.harness.campaign.events import Event, TrialFinished
 from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.plan import plan_of
@@ -22,10 +23,13 @@ from attnfuzz.harness.campaign.settings import Settings
 from attnfuzz.harness.campaign.worker_group import GroupWorker, WorkerGroup
 from attnfuzz.harness.campaign.worker_main import Answer, Message
 from attnfuzz.harness.core.signals import interrupted_once
-from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.kernels.problem import Problem
+from attnfuzz.harness.judge.failure import Failure
+from attnfuzz.harness.judge.verdict import Figures, Verdict
+from attnfuzz.kernels.problem import SINKS, Problem
 from attnfuzz.kernels.registry import get
 from attnfuzz.strategies.case import Case, Recipe
+from attnfuzz.strategies.draw import drawn
+from attnfuzz.strategies.trials import trial_cases
 
 KERNEL = get("torch.reference_cpu")
 PROBLEM = Problem(seqlens_q=(3,), seqlens_k=(5,), dim_qk=16, dim_v=16, dtype="float32")
@@ -131,6 +135,58 @@ def test_a_worker_is_answered_before_its_trials_are_counted(
         assert before < len(counted) <= before + 40, "in parts, between which it looks for messages"
     assert group.waits[-1] > 0, "nothing is left to count"
     assert set(group.waits[:-1]) == {0.0}
+
+
+def judged(number: int) -> Verdict:
+    """A Verdict with figures of its own; each fifth one is wrong, each seventh has an output that is not judged."""
+    figures = {
+        "o": Figures(
+            elements=9, worst=number / 40, sigmas=number / 9, r=None if number % 3 else number / 100, doubted=number % 2
+        ),
+        "dq": Figures(elements=9, worst=0.1, z=0.5, unjudged="too long" if number % 7 == 0 else ""),
+    }
+    wrong = (
+        (Failure(kernel=KERNEL.name, kind="mismatch", check="oracle", output="o", message="wrong"),) if number % 5 == 0 else ()
+    )
+    sinks = {SINKS: Figures(elements=1, worst=number / 50)} if number % 4 == 0 else {}
+    status: Any = "fail" if wrong else "pass"
+    return Verdict(status=status, figures=figures, captured=sinks, failures=wrong, seconds={"kernel": 0.5, "judge": 0.25})
+
+
+def all_trials() -> list[tuple[Phase, Case, Verdict]]:
+    cases = drawn(trial_cases(KERNEL, device="cpu"), seed=3, examples=90, quota=90)
+    phases: tuple[Phase, ...] = ("generate", "generate", "replay", "shrink", "rerun")
+    return [(phases[at % 5], each, judged(at)) for at, each in enumerate(cases)]
+
+
+def test_what_workers_have_counted_is_what_the_campaign_counts(state: KernelState, counted: list[Case]) -> None:
+    trials, whole = all_trials(), Tally()
+    for trial in trials:
+        whole.add(*trial)
+    assert len(whole.drawn["keys mod 32"]) > 10
+    assert whole.outputs["o"].failures
+    counted.clear()
+    context = CampaignContext(Settings(out=None), end=time.monotonic() + 60)
+    coordinator = Coordinator(context, [state], FunctionExecutor(lambda _: PASS), 2)
+    messages = []
+    for begin, end in ((0, 1), (1, 40), (40, 40), (40, len(trials))):
+        reports = [("trial", (KERNEL.name, *trial, True)) for trial in trials[begin:end]]
+        counts = [*worker_main._counts(reports)]
+        assert [name for name, _ in counts] == ["add_counts"] * bool(reports)
+        messages.append(pickle.loads(pickle.dumps(Message((*counts, *reports, ("ready", (KERNEL.name, []))), asks=True))))
+    assert len(counted) == len(trials), "in the worker"
+    group = ScriptedGroup(context, Scripted(messages, counted))
+    while group._worker.messages or state._uncounted:
+        group._step(coordinator)
+    assert len(counted) == len(trials), "and not again"
+    assert state.tally == whole
+    assert state._contrast._seen == sum(phase == "generate" and not verdict.failures for phase, _, verdict in trials)
+
+
+def test_counts_of_rare_values_are_kept_together_wherever_they_are_counted() -> None:
+    one, other = Tally(drawn={"heads": {str(n): 1 for n in range(40)}}), Tally(drawn={"heads": {"39": 2, "40": 3, "41": 4}})
+    one.merge(other)
+    assert (one.drawn["heads"]["39"], one.drawn["heads"][OTHERS], len(one.drawn["heads"])) == (3, 7, 41)
 
 
 def test_the_only_worker_has_its_trials_counted_at_once(state: KernelState, counted: list[Case]) -> None:

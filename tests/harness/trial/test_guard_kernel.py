@@ -34,6 +34,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 def inputs() -> dict[str, torch.Tensor]:
     shared = torch.arange(3000, dtype=torch.float32).to(torch.float16)
+    mixed = torch.arange(40, dtype=torch.int32)
     return {
         "q": torch.arange(105, dtype=torch.float32).reshape(3, 5, 7),
         "odd": torch.arange(8, dtype=torch.int8)[1:6],
@@ -42,6 +43,8 @@ def inputs() -> dict[str, torch.Tensor]:
         "with gaps": torch.arange(200, dtype=torch.float64).view(10, 20)[:, 3:9],
         "k": shared[3:500],
         "v": shared[600:].view(8, 300).T,
+        "lengths": mixed[:5],
+        "behind them": mixed.view(torch.float16)[30:37],
     }
 
 
@@ -133,7 +136,7 @@ def test_a_promise_that_is_broken_changes_nothing(compiled: Compiled) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 @pytest.mark.parametrize("side", ["before", "after"])
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(6))
 def test_one_word_written_outside_is_found(compiled: Compiled, number: int, side: str, place: int) -> None:
     with generated(compiled):
         bands = Bands()
@@ -355,7 +358,7 @@ def test_a_device_without_an_index_is_the_current_one(monkeypatch: pytest.Monkey
 
 
 def test_a_new_tensor_is_allocated_once(compiled: Compiled) -> None:
-    """With its bands, of which it is one view: most of what a kernel's wrapper asks torch for are new tensors."""
+    """Together with its bands: most of what a kernel's wrapper asks torch for are new tensors."""
     asked = []
 
     class Count(TorchDispatchMode):  # type: ignore[misc]

@@ -154,6 +154,21 @@ def _three_results(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return x + 1, x > 0, x * 2
 
 
+@fused
+def _two_results(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x * y, x > y, x - y
+
+
+@pytest.mark.parametrize("y", [torch.ones(2, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)])
+def test_results_of_several_dtypes_are_those_of_the_plain_function(compiled: Compiled, y: torch.Tensor) -> None:
+    x = torch.tensor([[1.0, -2.0, 3.0], [0.0, 4.0, -1.0]], dtype=torch.float64)
+    plain = _two_results(x, y)
+    with generated(compiled):
+        ours = _two_results(x, y)
+    assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(ours, plain, strict=True))
+    assert len({each.data_ptr() for each in ours}) == 3
+
+
 def test_results_of_one_dtype_lie_together_where_that_is_asked_for(compiled: Compiled) -> None:
     x = torch.tensor([[1.0, -2.0, 3.0], [0.0, 4.0, -1.0]], dtype=torch.float64)
     plain = _three_results(x)
