@@ -6,7 +6,6 @@ kernel's Cases can have.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -38,7 +37,6 @@ def tiles_of(config: Config) -> tuple[int, int]:
     return config.tile("tile_m", DEFAULT_TILE), config.tile("tile_n", DEFAULT_TILE)
 
 
-@functools.lru_cache(1 << 14)
 def at_tile(length: int, tile: int) -> str:
     """Return the class of a length beside a tile: "0", "1", "tile - 1", "n tiles + 1", "between tiles", ..."""
     if length < 2:
