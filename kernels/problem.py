@@ -139,7 +139,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     needs: Needs = Needs()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the fields: the one that is read was checked when it was made, which takes ten times as long."""
+        """Pickle the fields: the Problem was checked when it was made, and is not when it is read."""
         return _unpickled, msgspec.structs.astuple(self)
 
     def __post_init__(self) -> None:

@@ -207,9 +207,15 @@ def with_check(case: Case, check: Check) -> Case:
 
 
 def _without_defaults(struct: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields that differ from their default by value: msgspec's own omission compares some types by identity."""
+    """Return the fields that differ from their default by value: msgspec's own omission compares some types by identity.
+
+    In a copy that another process has sent, a tuple that equals the default is another object.
+    """
     values = {name: value for name, default in _defaults(type(struct)) if (value := getattr(struct, name)) != default}
-    return {name: msgspec.to_builtins(value) for name, value in values.items()}
+    return {
+        name: _without_defaults(value) if isinstance(value, msgspec.Struct) else msgspec.to_builtins(value)
+        for name, value in values.items()
+    }
 
 
 @functools.cache

@@ -211,7 +211,7 @@ class Coordinator:
         return all(state.count(until) for state in self.states.values())
 
     def trial(self, kernel: str, phase: Phase, case: Case, verdict: Verdict, counted: bool = False) -> None:
-        """Take note of a trial, and pass it on; `counted`: what it counts comes by `add_counts`."""
+        """Take note of a trial, and pass it on; `counted`: its counts have come by `add_counts`."""
         state = self.states[kernel]
         state.note(phase, case, verdict, counted=counted)
         if self._workers == 1:

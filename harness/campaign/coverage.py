@@ -52,8 +52,8 @@ class Worst:
     """Cases in which R and z were taken."""
     doubted: int = 0
 
-    def beside(self, other: Worst) -> Worst:
-        """Return the record of these Cases and of others."""
+    def merged(self, other: Worst) -> Worst:
+        """Return the record of the Cases of both."""
         return Worst(
             cases=self.cases + other.cases,
             unjudged=self.unjudged + other.unjudged,
@@ -89,6 +89,8 @@ class Tally:
     """Cases by the bin of an output's worst error over its budget."""
     stages: dict[str, float] = field(default_factory=dict)
     """Seconds spent in each stage of all trials."""
+    apart: int = _MOST_VALUES
+    """Values of one kind that are counted apart."""
 
     def add(self, phase: Phase, case: Case, verdict: Verdict) -> None:
         """Count one trial."""
@@ -158,10 +160,10 @@ class Tally:
             row = captured_row(tensor)
             rows[row] = max(rows.get(row, 0.0), figures.worst)
         for row, worst in rows.items():
-            old = self.captured.get(row, Worst())
+            old = self.captured.get(row, _NONE)
             self.captured[row] = replace(old, cases=old.cases + 1, worst=max(old.worst, worst))
         for row in {name for each in verdict.failures if (name := each.captured_row)}:
-            old = self.captured.get(row, Worst())
+            old = self.captured.get(row, _NONE)
             self.captured[row] = replace(old, failures=old.failures + 1)
 
     def _count_values(self, case: Case) -> None:
@@ -173,13 +175,13 @@ class Tally:
     def _count_value(self, name: str, value: str, count: int) -> None:
         if (counts := self.drawn.get(name)) is None:
             counts = self.drawn[name] = {}
-        key = value if value in counts or len(counts) < _MOST_VALUES else OTHERS
+        key = value if value in counts or len(counts) < self.apart else OTHERS
         counts[key] = counts.get(key, 0) + count
 
 
 def _merge(own: dict[K, Worst], other: Mapping[K, Worst]) -> None:
     for name, worst in other.items():
-        own[name] = own[name].beside(worst) if name in own else worst
+        own[name] = own[name].merged(worst) if name in own else worst
 
 
 def bin_of(ratio: float) -> int:

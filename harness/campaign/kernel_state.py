@@ -178,7 +178,7 @@ class KernelState:
     def note(self, phase: Phase, case: Case, verdict: Verdict, *, counted: bool = False) -> None:
         """Take note of a trial: what it shows is counted later, by `count`, since workers wait for answers meanwhile.
 
-        `counted`: the tally has it by `add_counts`.
+        `counted`: its counts have come by `add_counts`; what Cases have in common is still taken from it later.
         """
         self.tried = True
         self._uncounted.append((phase, case, verdict, counted))

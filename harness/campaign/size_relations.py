@@ -25,7 +25,7 @@ AROUND = frozenset({"tile - 1", "tile", "tile + 1", "n tiles - 1", "n tiles", "n
 _AT_TILE = ("0", "1", "tile - 1", "tile", "tile + 1", "n tiles - 1", "n tiles", "n tiles + 1", "within a tile", "between tiles")
 _RESIDUES = 32
 _OF_QUERIES, _OF_KEYS = ((f"{side} at the tile", f"{side} mod {_RESIDUES}", f"empty {side}") for side in ("queries", "keys"))
-"""Names of relations of each side, which are asked for each Case."""
+"""Names of the relations of each side."""
 _ORDERED = ("<", "=", ">")
 _GRIDS = ("1 x 1", "1 x n", "n x 1", "n x n")
 _UNEQUAL = ("< within a tile", "< by a tile or more", "> within a tile", "> by a tile or more")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -203,15 +204,15 @@ class _RemoteCampaign:
 
 
 def _counts(reports: Sequence[tuple[str, tuple[Any, ...]]]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield reports of what trials among these count, one a kernel: to count it takes longer than to hear of it.
+    """Yield reports of what the trials among these count, one a kernel.
 
-    The campaign's one process hears all workers, so that with two GPUs it had no time left.
+    Counting a trial takes longer than receiving it, and the campaign's one process receives those of all workers.
     """
     tallies: dict[str, Tally] = {}
     for method, arguments in reports:
         if method == "trial":
             kernel, phase, case, verdict, _ = arguments
-            tallies.setdefault(kernel, Tally()).add(phase, case, verdict)
+            tallies.setdefault(kernel, Tally(apart=sys.maxsize)).add(phase, case, verdict)
     yield from (("add_counts", each) for each in tallies.items())
 
 

@@ -163,7 +163,7 @@ class Bands:
             named = f"{named[0]} in one allocation", None
             # One that shares its allocation with lengths may lie behind them; a positive band is NaN to numbers as well.
             like = next((tensor for tensor in sharing.values() if tensor.dtype in _INTEGERS), first)
-        # Tensors that share a buffer have no common base of a dtype that takes a gradient.
+        # As views of one buffer of floats, a gradient that an operation in place sets on one would show in the others.
         own = first.dtype if len(sharing) == 1 else torch.int16
         words, at = self._between(end - begin, begin % _ALIGNMENT, like.dtype, first.device, named, pieces, own, begin)
         if pieces is not None:

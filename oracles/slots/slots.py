@@ -230,7 +230,7 @@ class _Table:
         _, *columns, scale, _ = zip(*slots, strict=True)
         numbers = (self.heights, scale, [x.rows for x in slots], [x.n_k + x.sunk for x in slots])
         self.columns = [*itertools.chain(*columns, *numbers)]
-        """Of each column one number a slot: those of `_Slot` from `first_head` to `right`, height, scale, rows, keys and sink."""
+        """Of each column one number a slot: those of `_Slot` from `first_head` to `right`, height, scale, rows, keys."""
 
 
 @fused

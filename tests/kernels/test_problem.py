@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import msgspec
@@ -304,6 +305,25 @@ def test_json_keeps_every_field(built: Problem) -> None:
     again = decoded(msgspec.json.encode(built).decode())
     assert again == built
     assert hash(again) == hash(built)
+
+
+def test_a_pickle_keeps_every_field_and_checks_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A campaign reads thousands of them a second."""
+    plain = Problem(seqlens_q=(1,), seqlens_k=(1,), dim_qk=1, dim_v=1)
+    full = Problem(
+        seqlens_q=(3, 3), seqlens_k=(5, 5), dim_qk=4, dim_v=3, heads=4, kv_heads=2, dtype="bfloat16", packing="dense",
+        slack_q=1, slack_k=2, causal="top_left", window=(1, 2), softmax_scale=-2.0, softcap=3.0, sinks=True,
+        score_mod=to_data(SCORES["bias"]), mask_mod=to_data(next(iter(MASKS.values()))), layout_q=Layout(offset=1),
+        layout_k=Layout(offset=2), layout_v=Layout(pitch=8), layout_do=Layout(order="bhsd"), needs=Needs(dlse=True),
+    )  # fmt: skip
+    default = {name: getattr(plain, name) for name in Problem.__struct_fields__ if name != "page_size"}
+    assert all(getattr(full, name) != value for name, value in default.items())
+    contents = [pickle.dumps(each) for each in (full, plain)]
+    monkeypatch.setattr(Problem, "_check_types", lambda _: pytest.fail("checked"))
+    copies = [pickle.loads(content) for content in contents]
+    for read, each in zip(copies, (full, plain), strict=True):
+        assert (read, hash(read), read is each) == (each, hash(each), False)
+        assert all(type(getattr(read, name)) is type(getattr(each, name)) for name in Problem.__struct_fields__)
 
 
 def test_reject_names_argument_value_reason_and_remedy() -> None:

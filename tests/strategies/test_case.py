@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import keyword
 import os
+import pickle
 import subprocess
 import sys
 import unicodedata
@@ -78,6 +79,18 @@ def test_json_keeps_the_case_its_hash_and_its_id(case_: Case) -> None:
         assert hash(again) == hash(case_)
         assert again.id == case_.id
         assert again.canonical() == case_.canonical()
+
+
+@pytest.mark.parametrize(
+    "needs", [Needs(), Needs(dlse=True), Needs(outputs=("o", "lse")), Needs(outputs=("o", "lse", "dq", "dk", "dv"))]
+)
+def test_a_case_that_another_process_sent_has_the_same_json(needs: Needs) -> None:
+    layout = Layout(order="htd", offset=3)
+    problem = Problem(seqlens_q=(3, 0), seqlens_k=(5, 2), dim_qk=4, dim_v=3, window=(2, None), layout_q=layout, needs=needs)
+    one = Case(kernel="acme.flash", problem=problem, after=(Case(kernel="acme.flash", problem=problem),))
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        other = pickle.loads(pickle.dumps(one, protocol))
+        assert (other, hash(other), other.canonical(), other.id) == (one, hash(one), one.canonical(), one.id)
 
 
 @settings(max_examples=100, deadline=None, database=None, derandomize=True)

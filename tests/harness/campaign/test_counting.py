@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from support.runs import FunctionExecutor
 
 from attnfuzz.harness.campaign import kernel_state, worker_main
 from attnfuzz.harness.campaign.context import CampaignContext
 from attnfuzz.harness.campaign.coordinator import Coordinator
-from attnfuzz.harness.campaign.coverage import OTHERS, Phase, Tally
+from attnfuzz.harness.campaign.coverage import OTHERS, Phase, Tally, Worst
 from attnfuzz.harness.campaign.events import Event, TrialFinished
 from attnfuzz.harness.campaign.kernel_state import KernelState
 from attnfuzz.harness.campaign.plan import plan_of
@@ -145,8 +146,13 @@ def judged(number: int) -> Verdict:
         ),
         "dq": Figures(elements=9, worst=0.1, z=0.5, unjudged="too long" if number % 7 == 0 else ""),
     }
+    if number % 11 == 0:
+        # It failed before an output was judged.
+        figures = {}
     wrong = (
-        (Failure(kernel=KERNEL.name, kind="mismatch", check="oracle", output="o", message="wrong"),) if number % 5 == 0 else ()
+        (Failure(kernel=KERNEL.name, kind="mismatch", check="oracle", output="o", message="wrong"),)
+        if number % 5 == 0 or not figures
+        else ()
     )
     sinks = {SINKS: Figures(elements=1, worst=number / 50)} if number % 4 == 0 else {}
     status: Any = "fail" if wrong else "pass"
@@ -165,6 +171,7 @@ def test_what_workers_have_counted_is_what_the_campaign_counts(state: KernelStat
         whole.add(*trial)
     assert len(whole.drawn["keys mod 32"]) > 10
     assert whole.outputs["o"].failures
+    assert whole.failed_unjudged
     counted.clear()
     context = CampaignContext(Settings(out=None), end=time.monotonic() + 60)
     coordinator = Coordinator(context, [state], FunctionExecutor(lambda _: PASS), 2)
@@ -181,6 +188,52 @@ def test_what_workers_have_counted_is_what_the_campaign_counts(state: KernelStat
     assert len(counted) == len(trials), "and not again"
     assert state.tally == whole
     assert state._contrast._seen == sum(phase == "generate" and not verdict.failures for phase, _, verdict in trials)
+
+
+class Sent:
+    """A connection that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.messages.append(message)
+
+    def recv(self) -> Answer:
+        return Answer(set())
+
+
+def test_counts_come_before_the_trials_and_a_question_last() -> None:
+    connection: Any = Sent()
+    campaign = worker_main._RemoteCampaign(connection)
+    for number in range(3):
+        campaign.trial(KERNEL.name, "generate", case(number), judged(number + 1))
+    campaign.trial("another", "shrink", case(3), judged(4))
+    campaign.ready(KERNEL.name, [])
+    campaign.ready(KERNEL.name, [])
+    first, second = connection.messages
+    methods = [method for method, _ in first.reports]
+    assert methods == ["add_counts", "add_counts", *["trial"] * 4, "ready"]
+    tallies = dict(arguments for method, arguments in first.reports if method == "add_counts")
+    assert (tallies[KERNEL.name].cases, tallies["another"].shrink_cases) == (3, 1)
+    assert [method for method, _ in second.reports] == ["ready"], "once"
+
+
+def test_a_message_counts_each_value_apart() -> None:
+    heads = [Case(kernel=KERNEL.name, problem=replace(PROBLEM, heads=n, kv_heads=n)) for n in range(1, 61)]
+    ((_, (_, tally)),) = worker_main._counts([("trial", (KERNEL.name, "generate", each, PASS, True)) for each in heads])
+    assert len(tally.drawn["heads"]) == 60
+    whole = Tally()
+    whole.merge(tally)
+    assert len(whole.drawn["heads"]) == 41
+
+
+def test_figures_are_counted_by_output() -> None:
+    tally = Tally()
+    tally.add("generate", case(0), judged(3))
+    tally.add("generate", case(1), judged(2))
+    assert tally.outputs["o"] == Worst(2, worst=3 / 40, sigmas=3 / 9, r=0.03, aggregated=1, doubted=1)
+    assert tally.outputs["dq"] == Worst(2, worst=0.1, z=0.5)
 
 
 def test_counts_of_rare_values_are_kept_together_wherever_they_are_counted() -> None:

@@ -43,6 +43,27 @@ def test_tiles_of_one_row_have_no_neighbours() -> None:
     assert at_tile(7, 1) == "between tiles"
 
 
+@pytest.mark.parametrize(
+    ("n_q", "n_k", "by", "grid"),
+    [
+        *(
+            (32, 16, "> by a tile or more", "1 x 1"),
+            (33, 17, "> by a tile or more", "n x n"),
+            (31, 16, "> within a tile", "1 x 1"),
+        ),
+        *(
+            (16, 31, "< within a tile", "1 x n"),
+            (15, 31, "< by a tile or more", "1 x n"),
+            (33, 16, "> by a tile or more", "n x 1"),
+        ),
+        (16, 16, "=", "1 x 1"),
+    ],
+)
+def test_a_tile_or_more_begins_at_a_tile(n_q: int, n_k: int, by: str, grid: str) -> None:
+    values = relations(case((n_q,), (n_k,)))
+    assert (values["queries : keys"], values["tiles of queries x keys"]) == ({by}, {grid})
+
+
 def test_relations_of_a_ragged_batch() -> None:
     values = relations(case((0, 0, 33, 1), (5, 0, 33, 70), dim_qk=192, dim_v=128, heads=6, kv_heads=2))
     assert values["queries at the tile"] == {"0", "1", "tile + 1"}

@@ -134,6 +134,25 @@ def test_a_promise_that_is_broken_changes_nothing(compiled: Compiled) -> None:
     assert not y.any()
 
 
+def test_a_gradient_of_one_copy_is_none_of_those_beside_it(compiled: Compiled) -> None:
+    shared = torch.arange(60, dtype=torch.float32)
+    with generated(compiled):
+        copies = Bands().copies({"k": shared[:20], "v": shared[30:50]}, "its input")
+    copies["v"].mul_(torch.ones(20, requires_grad=True))
+    assert [copies[name].requires_grad for name in ("k", "v")] == [False, True]
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_memory_that_is_taken_away_in_part_is_said(compiled: Compiled, left: int) -> None:
+    with generated(compiled):
+        bands = Bands()
+        copy = bands.copies({"q": torch.ones(5)}, "its input")["q"]
+        storage = copy.untyped_storage()
+        storage.resize_(storage.nbytes() * left // 2 - (left == 2))
+        assert bands.edges() is None
+        assert str(bands.broken()).startswith("the memory was taken away from its input q")
+
+
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 @pytest.mark.parametrize("side", ["before", "after"])
 @pytest.mark.parametrize("number", range(6))
