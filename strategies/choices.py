@@ -21,7 +21,6 @@ from hypothesis.control import BuildContext
 from hypothesis.errors import StopTest, Unsatisfiable, UnsatisfiedAssumption
 from hypothesis.internal.conjecture.data import ConjectureData
 from hypothesis.strategies._internal.lazy import unwrap_strategies
-from hypothesis.strategies._internal.strategies import SearchStrategy
 
 __all__ = ["usable", "values"]
 
@@ -54,7 +53,7 @@ class _Choices(ConjectureData):
         """Return a value of `strategy`."""
         own = _unwrapped(strategy)
         # Strategies of a type without a rule of its own are never empty; asking each takes a tenth of the time of a draw.
-        if type(own).calc_is_empty is not SearchStrategy.calc_is_empty and strategy.is_empty:
+        if type(own).calc_is_empty is not st.SearchStrategy.calc_is_empty and strategy.is_empty:
             self.mark_invalid(f"empty strategy {strategy!r}")
         if self.depth >= _DEEPEST:
             self.mark_invalid("max depth exceeded")

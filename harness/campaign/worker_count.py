@@ -13,7 +13,7 @@ from attnfuzz.kernels.contract import Device
 __all__ = ["auto_workers", "useful_workers"]
 
 _PER_GPU = 16
-"""Most workers of one GPU: on an H200 18 and 20 had no more Cases a second."""
+"""Most workers of one GPU: on an H200 18 and 20 had as many Cases a second as 16."""
 _OF_CORES, _SHARED = {"cpu": 1.0, "cuda": 0.75}, 1.0
 """Workers for each core. With a GPU, a worker and its child want a core at the same time: on one H100 and 16 cores, 8, 12 and 16
 workers tried 8,400, 11,000 and 10,200 Cases of three kernels in half a minute. Where they share the GPU by MPS, each waits less

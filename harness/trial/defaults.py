@@ -51,7 +51,7 @@ def _taken() -> _Defaults:
 
 
 def _default_device() -> torch.device:
-    """Return torch's default device, at once where no mode of functions is on: a default device is one."""
+    """Return torch's default device; a default of its own is a mode of torch functions, without which torch need not look."""
     try:
         return torch.get_default_device() if torch._C._len_torch_function_stack() else _OWN[0]
     except AttributeError:
