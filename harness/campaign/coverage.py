@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
@@ -131,40 +130,32 @@ class Tally:
 
     def _count_outputs(self, verdict: Verdict) -> None:
         for name, figures in verdict.figures.items():
-            old = self.outputs.get(name, _NONE)
-            skipped = bool(figures.unjudged)
-            # By position, of an object for each output of each Case: `replace` takes twice as long.
-            self.outputs[name] = Worst(
-                old.cases + (not skipped),
-                old.unjudged + skipped,
-                max(old.worst, figures.worst),
-                old.failures,
-                max(old.sigmas, figures.sigmas),
-                max(old.r, figures.r or 0.0),
-                max(old.z, figures.z or 0.0),
-                old.aggregated + (figures.r is not None),
-                old.doubted + (bool(figures.doubted) and not skipped),
+            judged = not figures.unjudged
+            of_case = Worst(
+                cases=int(judged),
+                unjudged=int(not judged),
+                worst=figures.worst,
+                sigmas=figures.sigmas,
+                r=figures.r or 0.0,
+                z=figures.z or 0.0,
+                aggregated=int(figures.r is not None),
+                doubted=int(bool(figures.doubted) and judged),
             )
-            if not skipped:
-                if name not in self.histograms:
-                    self.histograms[name] = [0] * (len(EDGES) + 2)
-                self.histograms[name][bin_of(figures.worst)] += 1
+            _merge(self.outputs, {name: of_case})
+            if judged:
+                self.histograms.setdefault(name, [0] * (len(EDGES) + 2))[bin_of(figures.worst)] += 1
         for failure in verdict.failures:
             if failure.output:
-                old = self.outputs.get(failure.output, _NONE)
-                self.outputs[failure.output] = replace(old, failures=old.failures + 1)
+                _merge(self.outputs, {failure.output: Worst(failures=1)})
 
     def _count_captured(self, verdict: Verdict) -> None:
         rows: dict[str, float] = {}
         for tensor, figures in verdict.captured.items():
             row = captured_row(tensor)
             rows[row] = max(rows.get(row, 0.0), figures.worst)
-        for row, worst in rows.items():
-            old = self.captured.get(row, _NONE)
-            self.captured[row] = replace(old, cases=old.cases + 1, worst=max(old.worst, worst))
-        for row in {name for each in verdict.failures if (name := each.captured_row)}:
-            old = self.captured.get(row, _NONE)
-            self.captured[row] = replace(old, failures=old.failures + 1)
+        _merge(self.captured, {row: Worst(cases=1, worst=worst) for row, worst in rows.items()})
+        failed = {name for each in verdict.failures if (name := each.captured_row)}
+        _merge(self.captured, dict.fromkeys(failed, Worst(failures=1)))
 
     def _count_values(self, case: Case) -> None:
         for feature in features(case):
@@ -173,15 +164,14 @@ class Tally:
             self._count_value(name, value, 1)
 
     def _count_value(self, name: str, value: str, count: int) -> None:
-        if (counts := self.drawn.get(name)) is None:
-            counts = self.drawn[name] = {}
+        counts = self.drawn.setdefault(name, {})
         key = value if value in counts or len(counts) < self.apart else OTHERS
         counts[key] = counts.get(key, 0) + count
 
 
 def _merge(own: dict[K, Worst], other: Mapping[K, Worst]) -> None:
     for name, worst in other.items():
-        own[name] = own[name].merged(worst) if name in own else worst
+        own[name] = own.get(name, _NONE).merged(worst)
 
 
 def bin_of(ratio: float) -> int:
@@ -271,7 +261,6 @@ def _sign(number: float) -> str:
     return "0" if number == 0 else "positive" if number > 0 else "negative"
 
 
-@functools.lru_cache(1024)
 def _layout(layout: Layout) -> str:
     return " + ".join(sorted(msgspec.to_builtins(layout))) or "plain"
 

@@ -24,10 +24,7 @@ AROUND = frozenset({"tile - 1", "tile", "tile + 1", "n tiles - 1", "n tiles", "n
 """Classes of lengths that lie at a multiple of the tile, or next to one."""
 _AT_TILE = ("0", "1", "tile - 1", "tile", "tile + 1", "n tiles - 1", "n tiles", "n tiles + 1", "within a tile", "between tiles")
 _RESIDUES = 32
-_OF_QUERIES, _OF_KEYS = ((f"{side} at the tile", f"{side} mod {_RESIDUES}", f"empty {side}") for side in ("queries", "keys"))
-"""Names of the relations of each side."""
 _ORDERED = ("<", "=", ">")
-_GRIDS = ("1 x 1", "1 x n", "n x 1", "n x n")
 _UNEQUAL = ("< within a tile", "< by a tile or more", "> within a tile", "> by a tile or more")
 _EMPTY = ("the first", "a middle one", "the last", "several in a row", "all")
 
@@ -53,15 +50,13 @@ def size_relations(case: Case) -> Iterator[tuple[str, str]]:
     p = case.problem
     tile_m, tile_n = tiles_of(case.config)
     sequences = dict.fromkeys(zip(p.seqlens_q, p.seqlens_k, strict=True))
-    for (at, mod, empty), lengths, tile in ((_OF_QUERIES, p.seqlens_q, tile_m), (_OF_KEYS, p.seqlens_k, tile_n)):
+    for name, lengths, tile in (("queries", p.seqlens_q, tile_m), ("keys", p.seqlens_k, tile_n)):
         distinct = dict.fromkeys(lengths)
-        yield from [(at, each) for each in dict.fromkeys([at_tile(n, tile) for n in distinct])]
-        yield from [(mod, str(each)) for each in dict.fromkeys([n % _RESIDUES for n in distinct if n])]
-        if 0 in distinct:
-            yield from [(empty, each) for each in dict.fromkeys(_empty_places(lengths))]
-    yield from [("queries : keys", each) for each in dict.fromkeys([_by(n_q, n_k, tile_n) for n_q, n_k in sequences])]
-    grids = dict.fromkeys([_grid(n_q, n_k, tile_m, tile_n) for n_q, n_k in sequences if n_q and n_k])
-    yield from [("tiles of queries x keys", each) for each in grids]
+        yield from _each_once(f"{name} at the tile", (at_tile(n, tile) for n in distinct))
+        yield from _each_once(f"{name} mod {_RESIDUES}", (str(n % _RESIDUES) for n in distinct if n))
+        yield from _each_once(f"empty {name}", _empty_places(lengths))
+    yield from _each_once("queries : keys", (_by(n_q, n_k, tile_n) for n_q, n_k in sequences))
+    yield from _each_once("tiles of queries x keys", (_grid(n_q, n_k, tile_m, tile_n) for n_q, n_k in sequences if n_q and n_k))
     if "tile_m" in case.config and "tile_n" in case.config:
         yield "tile_m : tile_n", _order(tile_m, tile_n)
     yield "groups : kv_heads", _order(p.groups, p.kv_heads)
@@ -105,6 +100,11 @@ def possible_relations(can: Capabilities, variants: Sequence[Variant], limits: L
     return possible
 
 
+def _each_once(name: str, values: Iterator[str]) -> Iterator[tuple[str, str]]:
+    for value in dict.fromkeys(values):
+        yield name, value
+
+
 def _order(one: int, other: int) -> str:
     return _ORDERED[(one > other) - (one < other) + 1]
 
@@ -120,11 +120,11 @@ def _by(n_q: int, n_k: int, tile: int) -> str:
         return "="
     if not (n_q and n_k):
         return "no queries" if n_k else "no keys"
-    return _UNEQUAL[2 * (n_q > n_k) + (abs(n_q - n_k) >= tile)]
+    return f"{_order(n_q, n_k)} {'within a tile' if abs(n_q - n_k) < tile else 'by a tile or more'}"
 
 
 def _grid(n_q: int, n_k: int, tile_m: int, tile_n: int) -> str:
-    return _GRIDS[2 * (n_q > tile_m) + (n_k > tile_n)]
+    return f"{'1' if n_q <= tile_m else 'n'} x {'1' if n_k <= tile_n else 'n'}"
 
 
 def _grids(longest: int, tiles: Sequence[tuple[int, int]], *, unequal: bool) -> tuple[str, ...]:
