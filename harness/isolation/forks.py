@@ -33,7 +33,7 @@ class ForksOfThisProcess(Forkserver):
         self._preload, self._template, self._root, self.sharing = (), None, None, None
         self._owner = os.getpid()
         self._children: set[Child] = set()
-        self._seen = Seen(self.run)
+        self._seen = Seen()
 
     def _spawn(
         self,

@@ -76,7 +76,7 @@ class Forkserver:
             raise
         self._owner = os.getpid()
         self._children: set[Child] = set()
-        self._seen = Seen(self.run)
+        self._seen = Seen()
 
     def _start_reaper(self) -> tuple[subprocess.Popen[bytes], int]:
         read, write = os.pipe()
@@ -301,19 +301,19 @@ class Forkserver:
 
 
 class Seen:
-    """The processes of a run as last seen.
+    """The processes of this machine as last seen.
 
     One look at /proc serves all children: a look for each of many compiles takes the time of the process that waits for them.
     """
 
-    def __init__(self, run: str) -> None:
-        self._run, self._at = run, 0.0
+    def __init__(self) -> None:
+        self._at = 0.0
         self._processes: dict[int, reaper.Process] = {}
 
     def processes(self, pid: int, age: float) -> tuple[dict[int, reaper.Process], float]:
         """Return them, `pid` included if it lives, as of at most `age` seconds ago, and when that was (time.monotonic)."""
         if time.monotonic() - self._at > age or pid not in self._processes:
-            self._processes, self._at = reaper.processes(self._run), time.monotonic()
+            self._processes, self._at = reaper.living(), time.monotonic()
         return self._processes, self._at
 
 

@@ -22,8 +22,9 @@ from attnfuzz.harness.isolation.wire import wait
 __all__ = ["Running", "Statistics", "Supervisor"]
 
 _TICK = 0.05
-_USAGE_TICK, _LATE_TICK = 0.5, 0.1
-"""Seconds between two looks at what a child uses, and where its deadline seems to be over."""
+_USAGE_TICK, _LATE_TICK = 1.0, 0.1
+"""Seconds between two looks at what a child and the processes that it started use, and where its deadline seems to be over. A
+look reads files of all processes, and most batches end before the first; what the child itself holds is read in each tick."""
 _LONG_PAUSE = 5.0
 _AFTER_SHARING = 10.0
 """Seconds after the end of sharing in which a task may end whose child shares the GPU: it may wait for a server that is gone."""

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from attnfuzz.harness.trial import sparse
 from attnfuzz.harness.trial.errors import describe_exception
 from attnfuzz.kernels.contract import Device
 
@@ -44,11 +45,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def trim(device: Device) -> None:
-    """Give back what torch keeps for later, if it is much, or if little memory is free and it is some of that."""
+    """Give back what is kept for later, if it is much, or if little memory is free and it is some of that."""
     if device == "cuda" and torch.cuda.is_initialized():
+        sparse.keep(sparse.KEPT)
         unused, total = torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), _total()
         if unused > total // _KEPT or (unused > total // _LITTLE and torch.cuda.mem_get_info()[0] < total // _FREE):
             torch.cuda.empty_cache()
+            sparse.keep(0)
 
 
 _held: int | None = 0
@@ -99,6 +102,7 @@ def when_free(action: Callable[[], _T], device: Device, patience: float = _PATIE
         except (RuntimeError, MemoryError) as error:
             if device != "cuda" or not is_out_of_memory(error) or is_own_need(error, device) or time.monotonic() >= end:
                 raise
+        sparse.keep(0)
         time.sleep(_PAUSE)
 
 

@@ -2,6 +2,9 @@
 
 The driver's virtual memory management reserves the addresses and maps memory, a granule of 2 MiB or more at a time, around each
 row. An access elsewhere between the rows is an illegal memory access.
+
+Mapping takes longer than the launches, and the longer the more processes of the machine do it, on whatever GPU. So a process
+keeps some of what no tensor needs any more: the next tensor whose rows lie in the same places has it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import importlib.util
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +24,12 @@ import torch
 from attnfuzz.harness.trial import guard_kernel
 from attnfuzz.kernels.support import driver
 
-__all__ = ["MARGIN", "SparseMemory", "Unsupported", "empty_strided", "mapped_ranges"]
+__all__ = ["KEPT", "MARGIN", "SparseMemory", "Unsupported", "empty_strided", "keep", "mapped_ranges"]
 
 MARGIN = 1 << 16
 """Bytes before and after each row that are mapped too: a kernel may load whole vectors and tiles around a row."""
+KEPT = 256 << 20
+"""Bytes that a process keeps for later tensors: three quarters of the ranges that drawn Cases need are among them."""
 _NAN_BYTE = 0xFF
 """What memory is filled with: NaN in every floating-point dtype."""
 _SUPPORTED = 102
@@ -64,8 +70,8 @@ class _Access(ctypes.Structure):
 def empty_strided(shape: Sequence[int], strides: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return an unfilled tensor as torch.empty_strided does; on CUDA with memory around its rows only, which is NaN.
 
-    A row is what lies together in memory. Where the driver or the device cannot do it, all memory is taken. The memory is free
-    again as soon as the last tensor in it is gone; that waits for the device.
+    A row is what lies together in memory. Where the driver or the device cannot do it, all memory is taken. Once the last tensor
+    in it is gone, the memory is kept for another one with rows in the same places, until `keep` gives it back.
 
     Raises:
         MemoryError: the device has no memory for the rows.
@@ -86,6 +92,7 @@ def _sparse(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, de
     except MemoryError:
         # What torch keeps of earlier tensors is of no use to the driver.
         torch.cuda.empty_cache()
+        keep(0)
         memory = SparseMemory(rows)
     flat = _as_tensor(memory, device)
     if guard_kernel.takes(flat.device):
@@ -131,19 +138,72 @@ def mapped_ranges(rows: Iterable[tuple[int, int]], granularity: int) -> list[tup
     return ranges
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Mapped:
+    """Memory that is mapped at the `ranges` behind `address`, for one context.
+
+    `give_back`: wait for all that the device was asked to do, then unmap the memory and free the addresses.
+    """
+
+    context: int | None
+    ranges: tuple[tuple[int, int], ...]
+    address: int
+    give_back: Callable[[], None]
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        return sum(end - begin for begin, end in self.ranges)
+
+
+_unused: list[_Mapped] = []
+"""What no tensor has any more, in the order in which it was last used. A finalizer, which runs anywhere, only appends to it."""
+
+
+def keep(most: int) -> None:
+    """Keep at most so many bytes for later tensors: of what was used last. What is given back is waited for."""
+    rest = 0
+    for mapped in reversed(_unused.copy()):
+        rest += mapped.size
+        if rest > most:
+            # Another finalizer may have appended since: nothing else is removed.
+            _unused.remove(mapped)
+            mapped.give_back()
+
+
+def _taken(context: int | None, ranges: tuple[tuple[int, int], ...]) -> _Mapped | None:
+    """Return what is kept for these ranges, which is then in use; None: nothing is."""
+    for mapped in reversed(_unused.copy()):
+        if mapped.ranges == ranges and mapped.context == context:
+            _unused.remove(mapped)
+            return mapped
+    return None
+
+
+def _mapped(cuda: _Cuda, ranges: tuple[tuple[int, int], ...]) -> _Mapped:
+    """Reserve addresses and map memory."""
+    with contextlib.ExitStack() as undo:
+        address = cuda.reserve(ranges[-1][1], undo)
+        for begin, end in ranges:
+            cuda.map(address + begin, end - begin, undo)
+        # Undone in reverse order: waiting comes first, and the addresses go last.
+        undo.callback(cuda.wait)
+        return _Mapped(cuda.context, ranges, address, undo.pop_all().close)
+
+
 class SparseMemory:
     """Memory of the current CUDA context's device around `rows`, and addresses from the first to the last of them.
 
-    torch.as_tensor takes it for an array of bytes. It is released, once the device has done what it was asked before, when
-    nothing refers to this object any more; releasing raises nothing.
+    torch.as_tensor takes it for an array of bytes. What it held before is still there. When nothing refers to this object any
+    more, the memory is kept for another one with the same ranges, until `keep` gives it back.
 
     Args:
         rows: first byte of each, counted from that of the first one, and the byte after its last, in order.
 
     Raises:
         Unsupported: the driver or the device has no virtual memory management.
-        MemoryError: the device has not enough memory; nothing is kept.
-        RuntimeError: a function of the driver reports another error; nothing is kept.
+        MemoryError: the device has not enough memory; nothing is taken.
+        RuntimeError: a function of the driver reports another error; nothing is taken.
     """
 
     first = MARGIN
@@ -152,20 +212,13 @@ class SparseMemory:
     def __init__(self, rows: Sequence[tuple[int, int]]) -> None:
         cuda = _Cuda()
         granularity = cuda.granularity()
-        self.ranges = mapped_ranges([(MARGIN + begin, MARGIN + end) for begin, end in rows], granularity)
-        size = self.ranges[-1][1]
-        with contextlib.ExitStack() as undo:
-            address = cuda.reserve(size, undo)
-            for begin, end in self.ranges:
-                cuda.map(address + begin, end - begin, undo)
-            # Undone in reverse order: waiting comes first, and the addresses go last.
-            undo.callback(cuda.wait)
-            released = weakref.finalize(self, undo.pop_all().close)
-            released.atexit = False
+        self.ranges = tuple(mapped_ranges([(MARGIN + begin, MARGIN + end) for begin, end in rows], granularity))
+        mapped = _taken(cuda.context, self.ranges) or _mapped(cuda, self.ranges)
+        weakref.finalize(self, _unused.append, mapped).atexit = False
         self.__cuda_array_interface__: dict[str, Any] = {
             "typestr": "|u1",
-            "shape": (size,),
-            "data": (address, False),
+            "shape": (self.ranges[-1][1],),
+            "data": (mapped.address, False),
             "strides": None,
             "stream": None,
             "version": 3,
@@ -194,6 +247,11 @@ class _Cuda:
         location = _Location(_ON_DEVICE, device.value)
         self._properties = _Properties(type=_PINNED, location=location)
         self._access = _Access(location, _READ_WRITE)
+
+    @property
+    def context(self) -> int | None:
+        """The current context."""
+        return self._context.value
 
     def granularity(self) -> int:
         """Return the size of a granule in bytes."""

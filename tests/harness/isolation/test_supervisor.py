@@ -196,25 +196,24 @@ def test_several_tasks_at_once(forked: Supervisor) -> None:
 
 
 def test_children_share_one_look_at_the_processes_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator looks at each of its compiles twice a second: with a look for each, its workers waited for it."""
-    forkserver, looks, look = Forkserver(None), list[float](), reaper.processes
+    """The coordinator looks at each of its compiles once a second: with a look for each, its workers waited for it."""
+    forkserver, looks, look = Forkserver(None), list[float](), reaper.living
 
-    def counted(run: str) -> dict[int, reaper.Process]:
+    def counted() -> dict[int, reaper.Process]:
         looks.append(time.monotonic())
-        return look(run)
+        return look()
 
-    monkeypatch.setattr(reaper, "processes", counted)
+    monkeypatch.setattr(reaper, "living", counted)
     try:
         children = [forkserver.start() for _ in range(3)]
-        # A process that has just begun its program has no environment yet, by which a look knows the processes of a run.
-        wait_for(lambda: {each.pid for each in children} <= look(forkserver.run).keys())
+        wait_for(lambda: all(each.memory() for each in children))
         usages = [forkserver.usage_of(each, 60.0) for each in children]
         assert len(looks) == 1
         assert {each.at for each in usages} == {usages[0].at}
         assert looks[0] <= usages[0].at
         assert all(each.memory > 0 for each in usages)
         later = forkserver.start()
-        wait_for(lambda: later.pid in look(forkserver.run))
+        wait_for(later.memory)
         assert forkserver.usage_of(later, 60.0).memory > 0, "a child that the last look has not seen is looked for"
         assert forkserver.usage_of(children[0]).at > usages[0].at
         assert len(looks) == 3

@@ -22,7 +22,7 @@ from support.libcuda import VirtualMemory
 from support.long import Long
 
 from attnfuzz.harness.judge.verdict import Verdict
-from attnfuzz.harness.trial import sparse
+from attnfuzz.harness.trial import gpu_memory, sparse
 from attnfuzz.harness.trial.batch import run_batch
 from attnfuzz.harness.trial.inputs import materialise
 from attnfuzz.harness.trial.sparse import MARGIN, SparseMemory, Unsupported, mapped_ranges
@@ -71,6 +71,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> VirtualMemory:
 @pytest.fixture
 def cuda(compiled: VirtualMemory, monkeypatch: pytest.MonkeyPatch) -> VirtualMemory:
     monkeypatch.setattr(driver, "_LIBRARY", str(compiled.path))
+    monkeypatch.setattr(sparse, "_unused", [])
     compiled.begin()
     return compiled
 
@@ -98,7 +99,8 @@ def known() -> Iterator[Callable[[Long], None]]:
 
 
 def released(cuda: VirtualMemory) -> bool:
-    """Whether all that was taken was given back, once; several tensors of a batch may be, in any order."""
+    """Whether all that was taken is given back, once, where nothing is kept; several tensors of a batch may be, in any order."""
+    sparse.keep(0)
     handles = [handle for _, handle, _ in cuda.calls("cuMemCreate", failed=False)]
     mapped = [each[1:] for each in cuda.calls("cuMemMap", failed=False)]
     reserved, freed = cuda.calls("cuMemAddressReserve", failed=False), cuda.calls("cuMemAddressFree")
@@ -158,10 +160,101 @@ def test_memory_is_mapped_where_rows_are_and_nowhere_else(cuda: VirtualMemory) -
     assert released(cuda)
 
 
+def address(memory: SparseMemory) -> int:
+    at: int = memory.__cuda_array_interface__["data"][0]
+    return at
+
+
+def test_rows_in_the_same_places_have_the_memory_that_was_kept(cuda: VirtualMemory) -> None:
+    memory, first = SparseMemory(FAR_APART), len(cuda.calls())
+    at = address(memory)
+    del memory
+    assert len(cuda.calls()) == first
+    memory = SparseMemory([(begin, end + 256) for begin, end in FAR_APART])
+    assert address(memory) == at
+    assert len(cuda.calls()) == first
+    del memory
+    # What another one has kept lies elsewhere.
+    elsewhere = SparseMemory(FAR_APART[:3])
+    assert address(elsewhere) != at
+    assert len(cuda.calls("cuMemMap")) == 4 + 3
+    del elsewhere
+    assert released(cuda)
+
+
+def test_memory_in_use_and_that_of_another_context_is_not_taken(cuda: VirtualMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, other = SparseMemory(FAR_APART), SparseMemory(FAR_APART)
+    assert address(memory) != address(other)
+    assert len(cuda.calls("cuMemMap")) == 8
+    del memory, other
+    with monkeypatch.context() as patch:
+        patch.setattr(sparse._Cuda, "context", 5)
+        memory = SparseMemory(FAR_APART)
+    assert len(cuda.calls("cuMemMap")) == 12
+    del memory
+    assert released(cuda)
+
+
+def test_what_was_used_last_is_kept_and_the_rest_is_given_back(cuda: VirtualMemory) -> None:
+    first, second, third = (SparseMemory(FAR_APART[:count]) for count in (2, 3, 4))
+    third_at = address(third)
+    del first, third, second
+    sparse.keep(7 * GRANULE)
+    assert [size for _, _, size in cuda.calls("cuMemUnmap")] == [GRANULE] * 2
+    sparse.keep(7 * GRANULE - 1)
+    assert len(cuda.calls("cuMemUnmap")) == 2 + 4
+    assert third_at in {at for _, at, _ in cuda.calls("cuMemAddressFree")}
+    sparse.keep(3 * GRANULE)
+    assert len(cuda.calls("cuMemAddressFree")) == 2
+    again = SparseMemory(FAR_APART[:3])
+    sparse.keep(0)
+    assert len(cuda.calls("cuMemAddressFree")) == 2
+    del again
+    assert released(cuda)
+
+
+def test_a_process_keeps_little_between_two_tasks_and_nothing_where_memory_is_taken(
+    cuda: VirtualMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_bytes = 100 << 30
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(gpu_memory, "_total", lambda: 100 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 100 << 30))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    rows = sparse.KEPT // GRANULE
+    small, large = SparseMemory(FAR_APART), SparseMemory([(number << 31, (number << 31) + 256) for number in range(rows)])
+    del small, large
+    gpu_memory.trim("cuda")
+    assert len(cuda.calls("cuMemUnmap")) == 4
+    free_bytes = 1 << 30
+    gpu_memory.trim("cuda")
+    assert released(cuda)
+    assert len(cuda.calls("cuMemAddressFree")) == 2
+
+
+def test_a_case_that_waits_for_memory_has_what_is_kept(cuda: VirtualMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "start_counting", lambda _: None)
+    monkeypatch.setattr(gpu_memory, "is_own_need", lambda *_: False)
+    monkeypatch.setattr(gpu_memory, "_PAUSE", 0.0)
+    memory = SparseMemory(FAR_APART)
+    del memory
+
+    def act() -> str:
+        if not cuda.calls("cuMemAddressFree"):
+            raise torch.OutOfMemoryError
+        return "done"
+
+    assert gpu_memory.when_free(act, "cuda") == "done"
+
+
 def test_it_waits_in_its_own_context_before_it_releases(cuda: VirtualMemory) -> None:
     memory = SparseMemory(FAR_APART)
     before = len(cuda.calls())
     del memory
+    assert len(cuda.calls()) == before
+    sparse.keep(0)
     names = [name for name, *_ in cuda.calls()][before:]
     assert names == ["cuCtxPushCurrent", "cuCtxSynchronize", "cuCtxPopCurrent", *["cuMemUnmap"] * 4, "cuMemAddressFree"]
     assert cuda.calls("cuCtxPushCurrent") == [("cuCtxPushCurrent", 1, 0)]
@@ -283,10 +376,15 @@ def test_a_right_kernel_passes_and_all_memory_is_released(packing: Any, on_the_h
     alone = run_trial(case, "cpu")
     assert alone.status == "pass"
     assert all(each.elements and not each.unjudged for each in alone.figures.values())
-    assert len(on_the_host.calls("cuMemAddressReserve")) == 4
+    first = len(on_the_host.calls("cuMemAddressReserve"))
+    # Rows of some of its four tensors lie in the same places, and one is gone when the next is made.
+    assert first == (3 if packing == "ragged" else 2)
+    assert run_trial(case, "cpu").status == "pass"
+    assert len(on_the_host.calls("cuMemAddressReserve")) == first
     assert released(on_the_host)
     assert [each.status for each in run_batch([case, case], "cpu")] == ["pass", "pass"]
-    assert len(on_the_host.calls("cuMemAddressReserve")) == 12
+    # All eight are there at once.
+    assert len(on_the_host.calls("cuMemAddressReserve")) == first + 8
     assert released(on_the_host)
 
 
@@ -329,6 +427,7 @@ def test_without_memory_nothing_is_judged(on_the_host: VirtualMemory, known: Any
 
 def free() -> int:
     gc.collect()
+    sparse.keep(0)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
@@ -388,6 +487,9 @@ def test_on_the_gpu_a_batch_passes_and_gives_its_memory_back(name: str) -> None:
         verdicts = run_batch(cases, "cuda")
         assert [each.status for each in verdicts] == ["pass", "pass"]
         assert all(not figures.unjudged for each in verdicts for figures in each.figures.values())
+        gc.collect()
+        # Of both Cases, where the rows of a tensor of each lie in the same places.
+        assert sparse._unused
         return free()
 
     assert [each.status for each in run_batch(cases, "cuda")] == ["pass", "pass"]
