@@ -81,7 +81,6 @@ def against_itself(bench: Bench) -> Steps:
         _read(bench, launches)
         return stop
     results = yield from (_outputs_on_host(launches) if on_host else _outputs(launches))
-    # On CUDA memory around rows far apart is given back here, after a wait for the device.
     del launches
     return (yield from _judged(bench, functools.partial(related.differences, results)))
 
@@ -98,8 +97,6 @@ class _Launch:
     readings: Sequence[Reading]
     failure: Callable[[], Failure | None]
     """What was written where it may not be."""
-    held: Inputs | None = None
-    """What must live until the launch has ended."""
 
 
 def _launched(bench: Bench, inputs: Sequence[Inputs], *, together: bool) -> tuple[list[_Launch], Verdict | None]:
@@ -117,7 +114,7 @@ def _launched(bench: Bench, inputs: Sequence[Inputs], *, together: bool) -> tupl
                 return launches, Verdict(status="pass", figures=figures)
             if not together:
                 _read(bench, [launch])
-                launch = dataclasses.replace(launch, readings=(), failure=_nothing, held=None)
+                launch = dataclasses.replace(launch, readings=(), failure=_nothing)
             launches.append(launch)
         except WentWrong:
             _read(bench, launches)
@@ -142,7 +139,10 @@ def _launch(bench: Bench, inputs: Inputs) -> _Launch:
 
 
 def _launch_apart(bench: Bench, inputs: Inputs) -> _Launch | str:
-    """Launch with the rows of one input far apart, in memory that is `held`; or return why there is none."""
+    """Launch with the rows of one input far apart; or return why there is no memory for them.
+
+    The next launch may have that memory before this one has run: what is asked of one stream is done in order.
+    """
     ready, bands, kernel = bench.ready(inputs.problem), Bands(), bench.case.kernel
     try:
         with bench.clock.stage("inputs"):
@@ -168,7 +168,7 @@ def _launch_apart(bench: Bench, inputs: Inputs) -> _Launch | str:
         return Failure(kernel=kernel, kind="guard", check=f"input {name}", message=f"the kernel wrote to its input {name}")
 
     readings = [same, *(each.reading for each in writes.later() if each.reading is not None)]
-    return _Launch(inputs.problem, outcome, readings, failure, held=wide)
+    return _Launch(inputs.problem, outcome, readings, failure)
 
 
 def _read(bench: Bench, launches: Sequence[_Launch]) -> None:
