@@ -29,7 +29,7 @@ __all__ = ["KEPT", "MARGIN", "SparseMemory", "Unsupported", "empty_strided", "ke
 MARGIN = 1 << 16
 """Bytes before and after each row that are mapped too: a kernel may load whole vectors and tiles around a row."""
 KEPT = 256 << 20
-"""Bytes that a process keeps for later tensors: two thirds of the ranges that drawn Cases of triton.varlen need are among them."""
+"""Bytes that a process keeps for later tensors: two thirds of the ranges that Cases of triton.varlen need are among them."""
 _NAN_BYTE = 0xFF
 """What memory is filled with: NaN in every floating-point dtype."""
 _SUPPORTED = 102
