@@ -221,7 +221,7 @@ def suite(_: Device) -> Iterable[Row]:
 def two_gpus(device: Device) -> Iterable[Row]:
     """One GPU with its 16 cores, one with all cores, then two, 120 s each, after runs until nothing is left to compile.
 
-    The first is the run of `varlen`: its budget is that of the others.
+    The first is what `varlen` runs, so that all have its budget.
     """
     usable, rates = gpus(), dict[str, float | None]()
     if len(usable) > 1:

@@ -251,10 +251,8 @@ class Forkserver:
     def usage_of(self, child: Child, age: float = 0.0) -> Usage:
         """Return what a child and the processes that it started (compilers) use, as of at most `age` seconds ago."""
         self.watch_reaper()
-        processes, at = self._seen.processes(child.pid, age)
-        session = {pid for pid, each in processes.items() if child.pid in (pid, each.session)}
-        group = [each for pid, each in processes.items() if reaper.descends(pid, processes, session)]
-        own = processes.get(child.pid)
+        group, at = self._seen.group(child.pid, age)
+        own = next((each for each in group if each.pid == child.pid), None)
         return Usage(
             at=at,
             memory=sum(each.memory for each in group),
@@ -309,12 +307,30 @@ class Seen:
     def __init__(self) -> None:
         self._at = 0.0
         self._processes: dict[int, reaper.Process] = {}
+        self._children: dict[int, list[int]] = {}
+        self._sessions: dict[int, list[int]] = {}
 
-    def processes(self, pid: int, age: float) -> tuple[dict[int, reaper.Process], float]:
-        """Return them, `pid` included if it lives, as of at most `age` seconds ago, and when that was (time.monotonic)."""
+    def group(self, pid: int, age: float) -> tuple[list[reaper.Process], float]:
+        """Return a process if it lives, those of its session, and all their descendants, and when that was (time.monotonic).
+
+        They are as of at most `age` seconds ago; a process that was not there then is looked for.
+        """
         if time.monotonic() - self._at > age or pid not in self._processes:
-            self._processes, self._at = reaper.living(), time.monotonic()
-        return self._processes, self._at
+            self._look()
+        group, left = dict[int, reaper.Process](), [pid, *self._sessions.get(pid, ())]
+        while left:
+            each = left.pop()
+            if each in self._processes and each not in group:
+                group[each] = self._processes[each]
+                left += self._children.get(each, ())
+        return list(group.values()), self._at
+
+    def _look(self) -> None:
+        self._processes, self._at = reaper.living(), time.monotonic()
+        self._children, self._sessions = {}, {}
+        for each in self._processes.values():
+            self._children.setdefault(each.parent, []).append(each.pid)
+            self._sessions.setdefault(each.session, []).append(each.pid)
 
 
 def _waited(process: subprocess.Popen[bytes]) -> int | None:

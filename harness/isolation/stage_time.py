@@ -48,6 +48,7 @@ class StageTime:
         self._begin = self._looked = now
         self._cpu = cpu
         self._excused = self._stopped = 0.0
+        self._seen_stopped = False
         self._restarts = 0
 
     @property
@@ -59,26 +60,29 @@ class StageTime:
         """Take note of the stage that is at work, and of its begin."""
         if (stage, since) != self._stage:
             self._stage, self._begin = (stage, since), since
-            self._excused = self._stopped = 0.0
+            self._excused, self._stopped, self._seen_stopped = 0.0, 0.0, False
 
     def look(self, usage: Usage) -> None:
-        """Excuse the time since the last look in which the processes wanted a processor and had none, or were stopped."""
+        """Excuse the time since the last look in which the processes wanted a processor and had none, or may have been stopped.
+
+        A child counts as stopped from the first look on that has seen it so.
+        """
         now = max(usage.at, self._looked)
         of_stage = now - max(self._looked, self._begin)
         without = now - self._looked - max(0.0, usage.cpu - self._cpu)
         if usage.stopped:
             self._excused += max(0.0, of_stage)
-            self._stopped += max(0.0, of_stage)
+            self._stopped += max(0.0, of_stage) if self._seen_stopped else 0.0
         elif usage.running:
             self._excused += max(0.0, min(without, of_stage))
-        self._looked, self._cpu = now, usage.cpu
+        self._looked, self._cpu, self._seen_stopped = now, usage.cpu, usage.stopped
 
     def restart(self, now: float) -> None:
         """Begin the time of the stage again, a few times in a task: the process that watches it has not run itself."""
         if self._restarts < _MOST_RESTARTS:
             self._restarts += 1
             self._begin = self._looked = now
-            self._excused = self._stopped = 0.0
+            self._excused, self._stopped, self._seen_stopped = 0.0, 0.0, False
 
     def late(self, now: float, limit: float) -> bool:
         """Return whether the stage has had more than `limit` seconds, or has lasted for many times that."""

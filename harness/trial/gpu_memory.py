@@ -45,10 +45,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def trim(device: Device) -> None:
-    """Give back what is kept for later, if it is much, or if little memory is free and it is some of that."""
+    """Give back what is kept for later tensors, if it is much, or if it is not little and little memory is free."""
     if device == "cuda" and torch.cuda.is_initialized():
-        sparse.keep(sparse.KEPT)
-        unused, total = torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), _total()
+        total = _total()
+        sparse.keep(min(sparse.KEPT, total // _LITTLE))
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() + sparse.kept()
         if unused > total // _KEPT or (unused > total // _LITTLE and torch.cuda.mem_get_info()[0] < total // _FREE):
             torch.cuda.empty_cache()
             sparse.keep(0)

@@ -24,12 +24,15 @@ import torch
 from attnfuzz.harness.trial import guard_kernel
 from attnfuzz.kernels.support import driver
 
-__all__ = ["KEPT", "MARGIN", "SparseMemory", "Unsupported", "empty_strided", "keep", "mapped_ranges"]
+__all__ = ["KEPT", "MARGIN", "SparseMemory", "Unsupported", "empty_strided", "keep", "kept", "mapped_ranges"]
 
 MARGIN = 1 << 16
 """Bytes before and after each row that are mapped too: a kernel may load whole vectors and tiles around a row."""
 KEPT = 256 << 20
-"""Bytes that a process keeps for later tensors: two thirds of the ranges that Cases of triton.varlen need are among them."""
+"""Bytes that a process keeps for later tensors between two tasks. Of the ranges that drawn Cases of triton.varlen need, two
+thirds are then mapped already."""
+_MOST = 4 * KEPT
+"""Bytes from which on it keeps no more within a task, which has no end where Cases run in the user's own process."""
 _NAN_BYTE = 0xFF
 """What memory is filled with: NaN in every floating-point dtype."""
 _SUPPORTED = 102
@@ -160,15 +163,21 @@ _unused: list[_Mapped] = []
 """What no tensor has any more, in the order in which it was last used. A finalizer, which runs anywhere, only appends to it."""
 
 
+def kept() -> int:
+    """Return how many bytes are kept for later tensors."""
+    return sum(mapped.size for mapped in _unused.copy())
+
+
 def keep(most: int) -> None:
-    """Keep at most so many bytes for later tensors: of what was used last. What is given back is waited for."""
-    rest = 0
+    """Keep at most so many bytes for later tensors, first of what was used last. What is given back is waited for."""
+    room = most
     for mapped in reversed(_unused.copy()):
-        rest += mapped.size
-        if rest > most:
-            # Another finalizer may have appended since: nothing else is removed.
-            _unused.remove(mapped)
-            mapped.give_back()
+        if mapped.size <= room:
+            room -= mapped.size
+            continue
+        # Another finalizer may have appended since: nothing else is removed.
+        _unused.remove(mapped)
+        mapped.give_back()
 
 
 def _taken(context: int | None, ranges: tuple[tuple[int, int], ...]) -> _Mapped | None:
@@ -182,6 +191,8 @@ def _taken(context: int | None, ranges: tuple[tuple[int, int], ...]) -> _Mapped 
 
 def _mapped(cuda: _Cuda, ranges: tuple[tuple[int, int], ...]) -> _Mapped:
     """Reserve addresses and map memory."""
+    if kept() > _MOST:
+        keep(KEPT)
     with contextlib.ExitStack() as undo:
         address = cuda.reserve(ranges[-1][1], undo)
         for begin, end in ranges:

@@ -76,14 +76,27 @@ def late_after(parts: list[Part], limit: float, tick: float = 0.5) -> tuple[floa
         pytest.param([(STARVED, 600)], 5.0, (20.5, False), id="spins on a quarter of a processor"),
         pytest.param([(STARVED, 12), (SLEEPS, 60)], 5.0, (14.5, False), id="a quarter of a processor, then sleeps"),
         pytest.param([(STOPPED, 4), (SPINS, 4.5)], 5.0, (None, False), id="stopped for less than its limit"),
-        pytest.param([(STOPPED, 60)], 5.0, (5.5, True), id="stopped for ever"),
-        pytest.param([(SPINS, 3), (STOPPED, 60)], 5.0, (8.5, True), id="stopped later"),
+        pytest.param([(STOPPED, 60)], 5.0, (6.0, True), id="stopped for ever"),
+        pytest.param([(SPINS, 3), (STOPPED, 60)], 5.0, (9.0, True), id="stopped later"),
         pytest.param([(STOPPED, 1.5), (SPINS, 60)], 0.5, (2.5, False), id="stopped for a moment with a short limit"),
         pytest.param([(SPINS, 60)], 0.5, (1.0, False), id="a short limit"),
     ],
 )
 def test_what_counts_against_a_deadline(parts: list[Part], limit: float, expected: tuple[float | None, bool]) -> None:
     assert late_after(parts, limit) == expected
+
+
+def test_a_child_counts_as_stopped_from_the_look_on_that_has_seen_it() -> None:
+    """One that has been stopped for a second of the two between three looks may be continued later than its parent."""
+    times = StageTime(0.0, 0.0)
+    times.enter("kernel", 0.0)
+    times.look(Usage(0.95, 0, 0.95, True, False))
+    times.look(Usage(1.95, 0, 1.9, False, True))
+    times.look(Usage(2.96, 0, 1.9, False, True))
+    assert not times.stopped(0.5)
+    assert not times.late(2.96, 1.0)
+    times.look(Usage(3.96, 0, 1.9, False, True))
+    assert times.stopped(0.5)
 
 
 def test_a_stage_without_any_processor_ends_in_bounded_time() -> None:

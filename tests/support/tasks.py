@@ -8,6 +8,7 @@ import importlib
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -68,6 +69,7 @@ def dies(payload: dict[str, Any], enter: Any) -> tuple[Any, bool]:
         "loop": _loop,
         "c loop": _c_loop,
         "memory": _memory,
+        "memory of another process": _memory_of_another_process,
         "pipes": lambda: os.closerange(0, 4096),
         "half a message": _half_a_message,
         "rubbish": _rubbish,
@@ -93,6 +95,10 @@ def _memory() -> None:
     held = []
     while True:
         held.append(bytearray(b"x") * (16 << 20))
+
+
+def _memory_of_another_process() -> None:
+    subprocess.run([sys.executable, "-c", "import time; held = b'x' * (700 << 20); time.sleep(60)"], env={}, check=True)
 
 
 def _flood() -> None:

@@ -81,6 +81,7 @@ def against_itself(bench: Bench) -> Steps:
         _read(bench, launches)
         return stop
     results = yield from (_outputs_on_host(launches) if on_host else _outputs(launches))
+    # What they were launched with is free while the outputs are judged.
     del launches
     return (yield from _judged(bench, functools.partial(related.differences, results)))
 

@@ -137,6 +137,12 @@ def test_memory_without_end_is_cut_off(supervisor: Supervisor) -> None:
     assert (found.why, found.limit) == ("memory", 1 << 29)
 
 
+def test_memory_of_a_process_that_a_child_has_started_counts(forked: Supervisor) -> None:
+    found = died(forked, "memory of another process")
+    assert (found.why, found.limit) == ("memory", 1 << 29)
+    assert found.seconds < 10
+
+
 def test_a_flood_is_kept_short_and_its_end_told(forked: Supervisor) -> None:
     found = died(forked, "flood", kernel=1.0)
     assert found.why == "hang"
