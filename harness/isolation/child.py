@@ -98,10 +98,20 @@ class Child:
     def cpu(self) -> float:
         """Return the processor seconds that the process has used, and the processes that it has waited for."""
         try:
-            fields = os.pread(self._stat, 4096, 0).rpartition(b")")[2].split()
-            return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+            return sum(map(int, self._fields()[11:15])) / os.sysconf("SC_CLK_TCK")
         except (OSError, ValueError):
             return 0.0
+
+    def stopped(self) -> bool:
+        """Whether the process is stopped (SIGSTOP, a debugger)."""
+        try:
+            return self._fields()[0] in (b"T", b"t")
+        except (OSError, IndexError):
+            return False
+
+    def _fields(self) -> list[bytes]:
+        """Return what /proc/PID/stat has behind the name."""
+        return os.pread(self._stat, 4096, 0).rpartition(b")")[2].split()
 
     def output_size(self) -> int:
         """Return the bytes printed during its task. Beyond the limit, only the tail of the output is kept."""

@@ -22,9 +22,10 @@ from attnfuzz.harness.isolation.wire import wait
 __all__ = ["Running", "Statistics", "Supervisor"]
 
 _TICK = 0.05
-_USAGE_TICK, _LATE_TICK = 1.0, 0.1
-"""Seconds between two looks at what a child and the processes that it started use, and where its deadline seems to be over. A
-look reads files of all processes, and most batches end before the first; what the child itself holds is read in each tick."""
+_USAGE_TICK, _STOPPED_TICK, _LATE_TICK = 1.0, 0.5, 0.1
+"""Seconds between two looks at what a child and the processes that it started use, while it is stopped, and where its deadline
+seems to be over. A look reads files of all processes, and most batches end before the first; what the child itself holds, and
+whether it is stopped, is read in each tick."""
 _LONG_PAUSE = 5.0
 _AFTER_SHARING = 10.0
 """Seconds after the end of sharing in which a task may end whose child shares the GPU: it may wait for a server that is gone."""
@@ -312,7 +313,7 @@ class Supervisor:
         times.enter(stage, since)
         if (late := times.late(now, limit)) and now - times.looked < _LATE_TICK:
             return None
-        if late or now - times.looked > _USAGE_TICK:
+        if late or now - times.looked > (_STOPPED_TICK if child.stopped() else _USAGE_TICK):
             usage = self._forkserver.usage_of(child, _LATE_TICK / 2 if late else _USAGE_TICK / 2)
             held, now = max(held, usage.memory), usage.at
             times.look(usage)
