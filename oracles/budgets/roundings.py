@@ -12,7 +12,7 @@ import torch
 
 from attnfuzz.kernels.contract import Deviations
 from attnfuzz.kernels.problem import Dtype
-from attnfuzz.oracles.formats import CUT_OF_TF32X3, EPS, OF_TF32X3, TF32, Format, half_ulp_of_sum
+from attnfuzz.oracles.formats import CUT_OF_TF32X3, EPS, OF_TF32X3, TF32, TINY, Format, half_ulp_of_sum
 from attnfuzz.oracles.frames import Steps
 from attnfuzz.oracles.fused import fused
 
@@ -113,11 +113,21 @@ def neighbours(x: torch.Tensor, window: Steps, least: Steps = 0.0) -> torch.Tens
 
 
 def repeated_sum(x: torch.Tensor) -> torch.Tensor:
-    """Return eps / 2 (n - 1) |x|, n the count of each x in its row: equal terms of a float32 sum are rounded alike each time.
+    """Return r |x|, r the error of equal terms of a float32 sum over the last dimension in parts of X = sum |x|.
 
-    Added one after the other they are off by up to n / 2 eps of their sum; `accumulated` has half of that.
+    Equal terms that are added one after the other are rounded alike each time, each by up to eps of the sum so far, or lost as a
+    whole: n terms x, added last, by n min(|x|, eps (X - n |x| / 2)), which is n / 2 eps X where no others are. r^2 is the sum of
+    the squares of that over the groups of equal terms: the errors of different ones are independent. For n, n - 1 is taken.
+
+    Measured: of 564,000 sums of 64 to 4,096 terms with 1 to 64 values, in three orders, the worst was off by 0.82 of this and
+    `accumulated`. With n |x| for X, as if each group were a sum of its own, it was 1.35, and O of a right kernel 1.015.
     """
-    return (neighbours(x, EPS * x.shape[-1] / 2) - 1).mul_(x.abs()).mul_(EPS / 2)
+    size = x.abs()
+    n = neighbours(x, EPS * x.shape[-1] / 2)
+    part = size / size.sum(-1, keepdim=True).clamp_(min=TINY)
+    own = (n * part).clamp_(max=1.0)
+    each = torch.minimum((n - 1) * (1 - own / 2) * EPS, own)
+    return size * each.square_().div_(n).sum(-1, keepdim=True).sqrt_()
 
 
 def near(x: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
