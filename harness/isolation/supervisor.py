@@ -313,8 +313,9 @@ class Supervisor:
         times.enter(stage, since)
         if (late := times.late(now, limit)) and now - times.looked < _LATE_TICK:
             return None
-        if late or now - times.looked > (_STOPPED_TICK if child.stopped() else _USAGE_TICK):
-            usage = self._forkserver.usage_of(child, _LATE_TICK / 2 if late else _USAGE_TICK / 2)
+        tick = _LATE_TICK if late else _STOPPED_TICK if child.stopped() else _USAGE_TICK
+        if late or now - times.looked > tick:
+            usage = self._forkserver.usage_of(child, tick / 2)
             held, now = max(held, usage.memory), usage.at
             times.look(usage)
         if held > self._memory:

@@ -113,21 +113,24 @@ def neighbours(x: torch.Tensor, window: Steps, least: Steps = 0.0) -> torch.Tens
 
 
 def repeated_sum(x: torch.Tensor) -> torch.Tensor:
-    """Return r |x|, r the error of equal terms of a float32 sum over the last dimension in parts of X = sum |x|.
+    """Return the part in the error of a float32 sum over the last dimension, x times a factor, that equal terms x have.
 
     Equal terms that are added one after the other are rounded alike each time, each by up to eps of the sum so far, or lost as a
-    whole: n terms x, added last, by n min(|x|, eps (X - n |x| / 2)), which is n / 2 eps X where no others are. r^2 is the sum of
-    the squares of that over the groups of equal terms: the errors of different ones are independent. For n, n - 1 is taken.
+    whole: n terms x, added last, by n min(|x|, eps (X - n |x| / 2)), X = sum |x|, which is n / 2 eps X where no others are. The
+    errors of groups of different terms are taken as independent: r |x| is returned, r^2 X^2 the sum of their squares, and for
+    each group at least (n - 1) eps (1 - n |x| / 2 X) |x|, since the factors of the others may be 0. n - 1 is taken for n. X is of
+    this frame: where a sequence is in several, terms of the others are not in it.
 
     Measured: of 564,000 sums of 64 to 4,096 terms with 1 to 64 values, in three orders, the worst was off by 0.82 of this and
-    `accumulated`. With n |x| for X, as if each group were a sum of its own, it was 1.35, and O of a right kernel 1.015.
+    `accumulated`; with n |x| for X, as if each group were a sum of its own, by 1.35, and O of a correct kernel by 1.015.
     """
     size = x.abs()
     n = neighbours(x, EPS * x.shape[-1] / 2)
     part = size / size.sum(-1, keepdim=True).clamp_(min=TINY)
     own = (n * part).clamp_(max=1.0)
-    each = torch.minimum((n - 1) * (1 - own / 2) * EPS, own)
-    return size * each.square_().div_(n).sum(-1, keepdim=True).sqrt_()
+    each = (n - 1) * (1 - own / 2) * EPS
+    whole = torch.minimum(each, own).square_().div_(n).sum(-1, keepdim=True).sqrt_()
+    return size * torch.maximum(each, whole)
 
 
 def near(x: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:

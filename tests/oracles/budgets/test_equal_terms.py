@@ -69,6 +69,18 @@ def test_sums_of_equal_terms_are_off_by_at_most_what_is_allowed(order: str) -> N
     assert worst > (0.5 if order == "largest first" else 0.1)
 
 
+@pytest.mark.parametrize("values", [2, 4])
+def test_large_terms_whose_factor_is_zero_do_not_count(values: int) -> None:
+    """P of one key is 1 and v there 0; the sum is one of a few tiny P, many times each."""
+    generator, n = torch.Generator().manual_seed(0), 2048
+    tiny = (1e-9 * (1 + torch.rand(1000, values, generator=generator))).sort(-1, descending=True)[0]
+    x = tiny.repeat_interleave(n // values, 1)
+    exact = x.sum(-1, dtype=torch.float64)
+    allowed = accumulated(steps_of(n), exact, exact, Rounding.of("float32", Deviations(), "cpu"))
+    allowed += repeated_sum(torch.cat([torch.ones(1000, 1), x], -1).double())[:, 1:].sum(-1)
+    assert ((added_one_by_one(x.mT) - exact).abs() / allowed).max().item() < 1
+
+
 def test_terms_that_differ_or_are_zero_add_nothing() -> None:
     x = torch.randn(3, 200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     assert not repeated_sum(x).any()
