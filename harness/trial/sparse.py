@@ -32,7 +32,7 @@ KEPT = 256 << 20
 """Bytes that a process keeps for later tensors between two tasks. Of the ranges that drawn Cases of triton.varlen need, two
 thirds are then mapped already."""
 _MOST = 4 * KEPT
-"""Bytes from which on it keeps no more within a task, which has no end where Cases run in the user's own process."""
+"""Bytes beyond which it gives memory back within a task too: where Cases run in the user's own process, there are no tasks."""
 _NAN_BYTE = 0xFF
 """What memory is filled with: NaN in every floating-point dtype."""
 _SUPPORTED = 102

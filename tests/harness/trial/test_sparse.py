@@ -372,7 +372,7 @@ def test_on_the_gpu_a_batch_passes_and_gives_its_memory_back(name: str) -> None:
         assert [each.status for each in verdicts] == ["pass", "pass"]
         assert all(not figures.unjudged for each in verdicts for figures in each.figures.values())
         gc.collect()
-        # Of both Cases, where the rows of a tensor of each lie in the same places.
+        # For the next batch.
         assert sparse._unused
         return free()
 
