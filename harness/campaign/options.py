@@ -5,6 +5,7 @@ This module imports neither click nor pytest, so that each is started without th
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Option:
 
 
 _MOST_GIB = 1 << 20
+_MOST_SHARDS = 1_000_000
 _MOST_WORKERS = 1024
 _SEEDS = 1_000_000_000
 _flag = partial(Option, type=bool, default=False)
@@ -141,10 +143,11 @@ def _shard(text: str | None) -> dict[str, int]:
     """Return the fields of "2/8": the second of eight shards."""
     if text is None:
         return {}
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise reject("shard", text, "it is not I/N with I from 1 to N", "give the shard and their number, such as 2/8")
-    return {"shard": int(number) - 1, "shards": int(count)}
+    parts = re.fullmatch(r"([0-9]{1,7})/([0-9]{1,7})", text)
+    if parts is None or not 1 <= int(parts[1]) <= int(parts[2]) <= _MOST_SHARDS:
+        remedy = f"give the shard and their number, {_MOST_SHARDS} at most, such as 2/8"
+        raise reject("shard", text if len(text) < 80 else f"{text[:80]}...", "it is not I/N with I from 1 to N", remedy)
+    return {"shard": int(parts[1]) - 1, "shards": int(parts[2])}
 
 
 def _workers(values: Mapping[str, Any], device: Device) -> int:

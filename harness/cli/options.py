@@ -177,7 +177,7 @@ def with_like(names: Sequence[str], like: str | None) -> tuple[str, ...]:
     if not files:
         remedy = "name the kernel as path/to/file.py:FUNCTION, or leave --like out"
         alone = next((each for each in names if each.endswith(".py")), None)
-        named = "no file is named" if alone is None else f"{alone!r} names a file and no function of it"
+        named = "no kernel is named as FILE.py:FUNCTION" if alone is None else f"{alone!r} names a file and no function of it"
         raise reject("like", like, f"it says how a function of a file is called, and {named}", remedy)
     return tuple(replace(files[each], like=files[each].like or like).text if each in files else each for each in names)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,9 @@ from attnfuzz.kernels.problem import OUTPUT_NAMES
 from attnfuzz.strategies.case import BadCase, case_from_object
 
 __all__ = ["MergedFolders", "merge_folders"]
+
+_GAPS = 8
+"""Runs of missing shards that are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,10 @@ def merge_folders(out: Path, folders: Sequence[Path]) -> MergedFolders:
         if each.resolve() == out.resolve():
             raise reject("merge", str(each), "it is OUT as well", "give another folder for the result")
     sources = [_read(each) for each in folders]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise reject("merge", str(out), error.strerror or str(error), "give a folder that can be made and written") from None
     paths = _keep_cases(out, [*_cases_in(out), *(case for each in sources for case in each.cases)])
     in_flight, left_out = 0, list[str]()
 
@@ -312,18 +320,32 @@ def _missing(runs: Sequence[RunRecord]) -> list[str]:
         shard, shards = _numbers(each)
         there.setdefault((str(each.settings.get("seed", 0)), shards), set()).add(shard)
     absent = [
-        f"shard {shard + 1}/{shards} of seed {seed} is in none of the folders"
-        for (seed, shards), numbers in there.items()
-        for shard in sorted(set(range(shards)) - numbers)
+        _in_no_folder(gaps, shards, seed) for (seed, shards), numbers in there.items() if (gaps := _gaps(sorted(numbers), shards))
     ]
     if len({shards for _, shards in there if shards > 1}) > 1 or (len(there) > 1 and any(shards > 1 for _, shards in there)):
         absent.append("the folders are of runs with different seeds or numbers of shards")
     return absent
 
 
+def _gaps(numbers: Sequence[int], shards: int) -> list[tuple[int, int]]:
+    """Return the first and last number of each run of shards, from 0, that `numbers`, which rise, do not name."""
+    ends = (-1, *numbers, shards)
+    return [(before + 1, after - 1) for before, after in pairwise(ends) if after - before > 1]
+
+
+def _in_no_folder(gaps: Sequence[tuple[int, int]], shards: int, seed: str) -> str:
+    """Describe missing shards in one line, however many there are."""
+    count = sum(last - first + 1 for first, last in gaps)
+    if count == 1:
+        return f"shard {gaps[0][0] + 1}/{shards} of seed {seed} is in none of the folders"
+    named = [str(first + 1) if first == last else f"{first + 1} to {last + 1}" for first, last in gaps]
+    more = [f"{len(named) - _GAPS} more runs of them"] if len(named) > _GAPS else []
+    return f"{count:,} of {shards:,} shards of seed {seed} are in none of the folders: {', '.join([*named[:_GAPS], *more])}"
+
+
 def _numbers(run: RunRecord) -> tuple[int, int]:
     """Return the shard of a run, from 0, and the number of shards; a run file may say anything."""
     shard, shards = run.settings.get("shard", 0), run.settings.get("shards", 1)
-    if isinstance(shard, int) and isinstance(shards, int) and 0 <= shard < shards <= 1 << 20:
+    if isinstance(shard, int) and isinstance(shards, int) and 0 <= shard < shards:
         return shard, shards
     return 0, 1

@@ -238,6 +238,7 @@ class Terminal:
         verdict += f", likely of {counted(causes, 'cause')}," if causes < count else ""
         left = "" if whole else "; [yellow]not every kernel was tried[/]"
         seed = "" if event.seed is None else f"; the same cases again: --seed {event.seed}"
+        seed += f" --shard {event.shard}" if seed and event.shard else ""
         self.console.print(f"{verdict} in {counted(cases, 'case')}, {event.seconds:.1f} s{left}{seed}", highlight=False)
 
     def _say(self, text: str, *, always: bool = False) -> None:

@@ -73,9 +73,15 @@ def test_the_option_counts_from_one_and_leaves_the_budget_whole() -> None:
     assert (options().shard, options().shards) == (0, 1)
 
 
-@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "/", "a/2", "-1/2", "1/2/3", "1/0", ""])
+@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "/", "a/2", "-1/2", "1/2/3", "1/0", "", "1/1000001", "１/2", "1/2\n"])
 def test_other_shards_are_refused(text: str) -> None:
     with pytest.raises(BadArgument) as caught:
         options(shard=text, seed=3)
-    reason = "it is not I/N with I from 1 to N; give the shard and their number, such as 2/8"
+    reason = "it is not I/N with I from 1 to N; give the shard and their number, 1000000 at most, such as 2/8"
     assert str(caught.value) == f"shard={text!r}: {reason}"
+
+
+def test_a_number_that_python_would_not_read_is_refused_shortly() -> None:
+    with pytest.raises(BadArgument, match=r"^shard='1/9{78}\.\.\.': it is not I/N") as caught:
+        options(shard=f"1/{'9' * 5000}", seed=3)
+    assert len(str(caught.value)) < 250

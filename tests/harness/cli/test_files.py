@@ -123,16 +123,16 @@ def test_check_adapter_takes_a_file() -> None:
 
 
 WRONG = {
-    "run triton.varlen --like dense": "it says how a function of a file is called, and no file is named",
+    "run triton.varlen --like dense": "it says how a function of a file is called, and no kernel is named as FILE.py:FUNCTION",
     "run attention.py --like dense": "it says how a function of a file is called, and 'attention.py' names a file",
-    "run --like dense": "it says how a function of a file is called, and no file is named",
+    "run --like dense": "it says how a function of a file is called, and no kernel is named as FILE.py:FUNCTION",
     "run acme_wrong.py:attention": "attention is a function, not a kernel; say how it is called: add --like dense",
     "run acme_wrong.py:attention --like dance": "no adapter has that name; give dense, varlen or paged",
     "run acme_wrong.py:forward --like dense": "it is a Triton function, which is launched on a grid; name the Python function",
     "run acme_none.py:attention --like dense": "acme_none.py is not there; give the path of a Python file",
     "run acme_wrong.py:attention --like varlen": "did you mean --like dense?",
     "check-adapter acme_wrong.py:attention": "attention is a function, not a kernel; say how it is called: add --like dense",
-    "check-adapter triton.varlen --like dense": "it says how a function of a file is called, and no file is named",
+    "check-adapter triton.varlen --like dense": "how a function of a file is called, and no kernel is named as FILE.py:FUNCTION",
     "check-adapter triton": "it is no kernel, but the beginning of",
     "check-adapter released.fla": "give one of released.fla.parallel, released.fla.parallel_varlen",
     "gate --write x --kernel acme_wrong.py:attention:dense": "a gate imports the kernel's module from two commits",

@@ -70,6 +70,11 @@ def test_quiet_is_one_line(option: str) -> None:
     assert re.fullmatch(r"no failures in 4 cases, \d+\.\d s; the same cases again: --seed \d+\n", run(option).output)
 
 
+def test_the_last_line_of_a_shard_has_its_option() -> None:
+    assert run("-q", "--seed", "5", "--shard", "1/1").output.endswith("; the same cases again: --seed 5\n")
+    assert run("-q", "--seed", "5", "--shard", "2/2").output.endswith("; the same cases again: --seed 5 --shard 2/2\n")
+
+
 @pytest.mark.parametrize("command", ["run", "fleet", "gate"])
 def test_quiet_and_verbose_exclude_each_other(command: str) -> None:
     more = ["--base", "main"] if command == "gate" else []

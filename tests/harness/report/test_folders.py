@@ -135,6 +135,26 @@ def test_a_case_in_flight_is_tried_first_by_the_next_run_of_the_result() -> None
     assert [each.case for each in left_behind("part-1")] == [case], "the shard's own is as it was"
 
 
+def test_many_missing_shards_are_one_line() -> None:
+    def part(number: int) -> str:
+        settings = {"seed": 1, "shard": number - 1, "shards": 2_000_000}
+        return str(written(Path(f"part-{number}"), record(f"20260101T000000Z-{number}-a", settings=settings)))
+
+    few = [part(number) for number in (2, 3, 7, 2_000_000)]
+    (text,) = merged("all", *few, code=2)["incomplete"]
+    assert text == "1,999,996 of 2,000,000 shards of seed 1 are in none of the folders: 1, 4 to 6, 8 to 1999999"
+    (text,) = merged("all", *few, *(part(number) for number in range(9, 30, 2)), code=2)["incomplete"]
+    assert text.endswith(": 1, 4 to 6, 8, 10, 12, 14, 16, 18, 6 more runs of them"), text
+
+
+def test_a_folder_that_cannot_be_made_is_named() -> None:
+    shard(1, 1, right)
+    Path("file").touch()
+    done = attnfuzz("merge", "file/all", "part-1")
+    assert done.exit_code == 2
+    assert "merge='file/all': Not a directory; give a folder that can be made and written" in done.output
+
+
 def test_a_missing_shard_and_one_that_was_killed_are_no_clean_end() -> None:
     shard(1, 3, right)
     shard(3, 3, right)
