@@ -290,7 +290,7 @@ class Coordinator:
             missing = [each.kernel.name for each in stored if each.earlier.not_replayed]
             self.context.replays.update({each.kernel.name: each.earlier.replayed for each in stored}, missing)
         not_kept = next((each.findings.not_kept for each in self.states.values() if each.findings.not_kept), None)
-        shared, settings = self.shared_gpu(), self.context.settings
+        shared = self.shared_gpu()
         finished = CampaignFinished(
             summaries=tuple(summaries),
             skipped=tuple(skipped),
@@ -299,9 +299,8 @@ class Coordinator:
             broken=tuple(self.broken),
             lost=lost,
             not_kept=not_kept,
-            seed=settings.seed,
+            seed=self.context.settings.seed,
             shared_gpu=shared and self._with_unexplained(shared, summaries),
-            shard=f"{settings.shard + 1}/{settings.shards}" if settings.shards > 1 else None,
         )
         self.context.listener(finished)
         return finished

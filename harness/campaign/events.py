@@ -327,8 +327,6 @@ class CampaignFinished:
     """None: the results are of runs with several seeds."""
     shared_gpu: SharedGpu | None = None
     """None: the workers were not to share the GPU."""
-    shard: str | None = None
-    """Which part of the seed's Cases these are, as the option says it (2/8); None: all of them."""
 
     @property
     def findings(self) -> tuple[Finding, ...]:

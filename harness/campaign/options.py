@@ -146,7 +146,7 @@ def _shard(text: str | None) -> dict[str, int]:
     parts = re.fullmatch(r"([0-9]{1,7})/([0-9]{1,7})", text)
     if parts is None or not 1 <= int(parts[1]) <= int(parts[2]) <= _MOST_SHARDS:
         remedy = f"give the shard and their number, {_MOST_SHARDS} at most, such as 2/8"
-        raise reject("shard", text if len(text) < 80 else f"{text[:80]}...", "it is not I/N with I from 1 to N", remedy)
+        raise reject("shard", text, "it is not I/N with I from 1 to N", remedy)
     return {"shard": int(parts[1]) - 1, "shards": int(parts[2])}
 
 

@@ -62,7 +62,7 @@ class Terminal:
         self._replays: dict[str, Pace] = {}
         self._announced: set[Identity] = set()
         self._replayed: dict[str, Counter[str]] = {}
-        self._workers = 1
+        self._workers, self._shard = 1, ""
         self._heartbeat = Heartbeat(self.beat)
 
     def close(self) -> None:
@@ -80,6 +80,8 @@ class Terminal:
         self._pace = Pace(event.seconds, None if event.examples is None else event.examples * len(event.kernels))
         self.kernels = len(event.kernels)
         self._workers = event.settings.get("workers", 1)
+        if (shards := event.settings.get("shards", 1)) > 1:
+            self._shard = f" --shard {event.settings.get('shard', 0) + 1}/{shards}"
         if self._verbosity == "quiet":
             return
         described: dict[str, Any] = event.environment
@@ -237,8 +239,7 @@ class Terminal:
         causes = len(set(groups.groups_of(event.findings)))
         verdict += f", likely of {counted(causes, 'cause')}," if causes < count else ""
         left = "" if whole else "; [yellow]not every kernel was tried[/]"
-        seed = "" if event.seed is None else f"; the same cases again: --seed {event.seed}"
-        seed += f" --shard {event.shard}" if seed and event.shard else ""
+        seed = "" if event.seed is None else f"; the same cases again: --seed {event.seed}{self._shard}"
         self.console.print(f"{verdict} in {counted(cases, 'case')}, {event.seconds:.1f} s{left}{seed}", highlight=False)
 
     def _say(self, text: str, *, always: bool = False) -> None:
